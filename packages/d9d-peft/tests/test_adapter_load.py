@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from d9d_dist import UserError
-from d9d_peft import DoRA, LoRA, PeftMethod, inject, load_adapters, save_adapters
+from d9d_peft import DoRA, LoRA, PeftMethod, Stack, inject, load_adapters, save_adapters, stored_method
 
 
 def small(method: PeftMethod | None = None) -> nn.Sequential:
@@ -92,3 +92,21 @@ def test_refuses_adapters_of_another_method(tmp_path: Path, method: PeftMethod, 
 def test_rank_stabilization_may_differ_if_scales_are_equal(tmp_path: Path) -> None:
     save_adapters(small(LoRA("0|1", rank=4, alpha=4, rank_stabilized=True)), tmp_path)
     load_adapters(small(LoRA("0|1", rank=4, alpha=8)), tmp_path)
+
+
+@pytest.mark.parametrize("method", [LoRA("0", rank=2, alpha=3), Stack(LoRA("0", rank=2), LoRA("2", rank=3))])
+def test_a_stored_method_prepares_a_model_for_the_files(method: PeftMethod, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    model, again = build(), build()
+    inject(method, model)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter) if parameter.requires_grad else None
+    save_adapters(model, tmp_path, base_model="somewhere")
+    inject(stored_method(tmp_path), again)
+    load_adapters(again, tmp_path)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "somewhere"

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.data import tokenize_text
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
-from d9d_loop.jobs.text_data import chat_rows, labeled_rows, packed_texts, text_windows
+from d9d_loop.jobs.text_data import chat_rows, labeled_rows, packed_texts, text_tokenizer, text_windows
 from d9d_loop.jobs.text_groups import text_groups
+from d9d_loop.jobs.text_samples import TextSamples
 from d9d_metrics import read_metrics
 
 SIZES: dict[str, Any] = {
@@ -242,8 +244,35 @@ def test_prompts_are_answered_at_each_evaluation_as_by_the_exported_model(folder
     prompt = "<|user|>count to 3<|end|><|assistant|>"
     ids = tokenizer(prompt).input_ids
     answer = _greedy(_load("sft", run / "export"), ids, 48 - len(ids))  # dataset.length
+    answer = answer[: answer.index(256) + 1] if 256 in answer else answer
     assert text == prompt + tokenizer.decode(answer)
     assert "Samples of text" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("job", ["sft", "pretrain"])
+def test_a_sample_ends_with_the_first_stop_token(job: str, folder: Path, tmp_path: Path) -> None:
+    """The end token of the tokenizer, and in a chat the token that ends a turn, here another one."""
+    ends = {"sft": "<|end|>", "pretrain": "<|assistant|>"}
+    data: dict[str, Any] = {"files": [folder / FILES[job]], "held_out": 0.2, "length": 48}
+    data |= {"end_token": "<|assistant|>"} if job == "pretrain" else {}
+    samples = TextSamples(_config(folder, tmp_path, job, prompts=["one"], dataset=data))
+    ids = {text: torch.tensor(text_tokenizer(_config(folder, tmp_path, job)).token_id(text)) for text in ends.values()}
+    written: dict[str, Any] = {}
+
+    def forward(row: torch.Tensor) -> torch.Tensor:
+        """Predict a letter, then the end."""
+        return (
+            torch.stack([torch.tensor(65) if n % 3 else ids[ends[job]] for n in range(row.shape[1])])
+            .eq(torch.arange(259)[:, None])
+            .T[None]
+            .float()
+        )
+
+    ctx = SimpleNamespace(size=lambda *axes: 1, device=torch.device("cpu"))
+    samples.keep_context(SimpleNamespace(ctx=ctx))  # ty: ignore[invalid-argument-type]
+    samples.write(SimpleNamespace(forward=forward, track=written.update))  # ty: ignore[invalid-argument-type]
+    assert written["sample_0"].text.endswith(ends[job])
+    assert written["sample_0"].text.removeprefix("<|user|>one<|end|><|assistant|>").count(ends[job]) == 1
 
 
 @pytest.mark.full

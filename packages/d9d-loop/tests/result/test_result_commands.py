@@ -150,7 +150,7 @@ def test_perplexity_and_accuracy_equal_a_plain_loop(byte_run: Path, capsys: pyte
     [
         (["nowhere", "--prompt", "a"], "nowhere does not exist; expected the folder of a run or of a model"),
         ([".", "--prompt", "a"], r"\. has no config\.json; expected a folder in Hugging Face layout, or a run folder"),
-        (["adapters", "--prompt", "a"], "adapters contains adapters without their base model; .* Merge them"),
+        (["lora", "--prompt", "a"], "their base model is missing: none is named.* Pass --base FOLDER"),
         (["run", "--prompt", "a"], r"run is a run without an export; expected run/export/config\.json"),
         (["words", "--prompt", "a"], r"words has no tokenizer .* vocabulary of 7 tokens is not the byte vocabulary"),
         (
@@ -168,9 +168,9 @@ def test_mistakes_in_a_chat_get_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("adapters", "run/checkpoints"):
+    for name in ("lora", "run/checkpoints"):
         Path(name).mkdir(parents=True)
-    Path("adapters/adapter_config.json").write_text("{}")
+    Path("lora/adapter_config.json").write_text("{}")
     save_model(Path("words"), vocab_size=7)
     save_model(Path("bytes"), vocab_size=256)
     with pytest.raises(UserError, match=message):
@@ -228,6 +228,6 @@ def test_the_export_of_a_run_is_found_beside_the_configuration_of_the_job(byte_r
     with pytest.raises(UserError, match="is a run without an export"):
         find_export(byte_run)
     (byte_run / "adapters").mkdir()
-    with pytest.raises(UserError, match=r"exported only adapters, .* Load .*adapters into the base model with peft"):
-        find_export(byte_run)
+    (byte_run / "adapters" / "adapter_config.json").write_text("{}")
+    assert find_export(byte_run) == byte_run / "adapters"
     assert find_export(byte_run / "elsewhere") == byte_run / "elsewhere"

@@ -31,6 +31,7 @@ def save_adapters(
     ctx: DistributedContext | None = None,
     *,
     adapter: str = DEFAULT_ADAPTER,
+    base_model: str | None = None,
 ) -> None:
     """Save the trained tensors of a model in the layout of Hugging Face `peft`. Collective over the job.
 
@@ -45,6 +46,7 @@ def save_adapters(
             stores one weight per expert; otherwise the names follow peft's `target_parameters`.
         ctx: Distributed context; `None` for a single process.
         adapter: Name of the adapters, as passed to `inject`. The files do not contain the name.
+        base_model: Name or folder of the base model, for `base_model_name_or_path` of the files.
 
     Raises:
         UserError: On all ranks, if the model has no adapters of this name, or both LoRA and DoRA adapters. Also if a
@@ -63,7 +65,7 @@ def save_adapters(
     problem = None
     if ctx is None or ctx.is_main_process:
         try:
-            _write(Path(folder), parts, is_dora=is_dora)
+            _write(Path(folder), parts, is_dora=is_dora, base_model=base_model)
         except OSError as error:
             problem = f"writing the adapters failed: {error}."
     agree(problem, error=StateError, alone=ctx is None)
@@ -114,14 +116,14 @@ def _to_bytes(data: Tensor) -> bytes:
     return bytes(received)
 
 
-def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: bool) -> None:
+def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: bool, base_model: str | None) -> None:
     tensors = {name: tensor for data, _ in parts for name, tensor in load(data).items()}
     layers, parameters = (
         {name: LowRank(**fields) for _, part in parts for name, fields in part[key].items()}
         for key in ("layers", "parameters")
     )
     modules = list(dict.fromkeys(name for _, part in parts for name in part["modules"]))
-    config = adapter_config(layers, parameters, modules, is_dora=is_dora)
+    config = adapter_config(layers, parameters, modules, is_dora=is_dora, base_model=base_model)
     contents = {
         TENSORS_NAME: _serialize(tensors, {"format": "pt"}),
         CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),

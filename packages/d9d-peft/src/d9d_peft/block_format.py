@@ -90,6 +90,12 @@ def dequantize_blocks(codes: Tensor, scale_bytes: Tensor, block_format: BlockFor
     return (normal_ONB * scales_ON.to(wide).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+def fake_quantize(weight_OI: Tensor, *, block_format: BlockFormat, block_size: int) -> Tensor:
+    """Return a weight [..., O, I] as a layer under `quantize_base` computes with it: quantized, then dequantized."""
+    codes, scales = quantize_blocks(weight_OI, block_format, block_size)
+    return dequantize_blocks(codes, scales, block_format, dtype=weight_OI.dtype)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _QuantizeBlocks:

@@ -76,12 +76,17 @@ _DISABLED = (None, False, [], {}, "")
 
 
 def adapter_config(
-    layers: Mapping[str, LowRank], parameters: Mapping[str, LowRank], modules: Sequence[str], *, is_dora: bool
+    layers: Mapping[str, LowRank],
+    parameters: Mapping[str, LowRank],
+    modules: Sequence[str],
+    *,
+    is_dora: bool,
+    base_model: str | None = None,
 ) -> dict[str, object]:
     """Return the `adapter_config.json` of adapters; its `r` and `lora_alpha` are the most common values.
 
     `layers` and `parameters` ([experts, out, in]) hold rank and scale by name in the base checkpoint. `modules` are the
-    fully fine-tuned modules.
+    fully fine-tuned modules, `base_model` is the name or folder of the base.
     """
     low_ranks = {**layers, **parameters}
     is_stabilized = all(low_rank.rank_stabilized for low_rank in low_ranks.values())
@@ -97,7 +102,7 @@ def adapter_config(
     return {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base_model,
         "inference_mode": True,
         "target_modules": list(layers),
         "target_parameters": list(parameters) or None,

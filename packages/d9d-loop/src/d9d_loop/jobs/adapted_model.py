@@ -1,5 +1,6 @@
 """Provider of a model with adapters, whose base weights are frozen."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -96,11 +97,17 @@ class AdaptedModel(ModelProvider):
     def export(self, done: Finished, source: Path | None) -> None:
         """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective.
 
+        `adapters/` also has the `config.json` of the model, and names `source`, the folder of the base weights.
+
         Adapters of a quantized base are not merged, because merging would round their update. Neither are those of tied
         weights, because merging would untie the model.
         """
         folder, model, ctx = done.result.run_dir, done.model, done.ctx
-        self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx)
+        base = None if source is None else str(source.resolve())
+        self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx, base_model=base)
+        if ctx.is_main_process:  # the configuration of the adapted model: its classes, for example
+            for name, content in self.export_files().items():
+                (folder / "adapters" / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if self._adapter.base != "dense" or self._tied:
             return
         self._peft.merge_(model, ctx)
@@ -130,7 +137,10 @@ class AdaptedModel(ModelProvider):
         self._summary = _summary(model, names, self._tuned)
         if self._tied:
             tied = ", ".join(self._tied)
-            self._summary += f" The weight of {tied} is tied, so the adapters are saved, but not merged into export/."
+            self._summary += (
+                f" The weight of {tied} is tied, so the adapters are saved, but not merged into export/; d9d-export "
+                "merges them."
+            )
 
     def _check_files(self, model: nn.Module, base_mapper: StateMapper | None) -> None:
         """Raise `UserError` if files of adapters, which have the names of the folder, cannot hold the adapters."""

@@ -20,19 +20,25 @@ def write_tokenizer(config: TextJobConfig, done: Finished) -> None:
 
 
 def _write(config: TextJobConfig, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
     tokenizer, source = text_tokenizer(config), config.model.tokenizer or config.model.folder
     if source is not None and source.name == "tokenizer.json":
         source = source.parent
-    if source is not None and source.is_dir():
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        if (source / TEMPLATE_FOLDER).is_dir():
-            shutil.copytree(source / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
-        if read_text_tokenizer(folder).identity() == tokenizer.identity():
-            return
+    copy_tokenizer(source, folder)
+    if source is not None and source.is_dir() and read_text_tokenizer(folder).identity() == tokenizer.identity():
+        return
     # The settings of the source, or their absence, select another tokenizer beside this model's config.json.
     tokenizer.save(folder)
+
+
+def copy_tokenizer(source: Path | None, folder: Path) -> None:
+    """Replace the tokenizer files of a folder by those of another one, if it is a folder."""
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
+    if source is None or not source.is_dir():
+        return
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(source / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)

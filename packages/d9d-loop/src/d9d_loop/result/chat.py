@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from d9d_dist import UserError
 from d9d_loop import result as results
 from d9d_loop.cli_main import cli_main
+from d9d_loop.result.adapted_base import add_base_options
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "conversation; /new starts a new one. Without a template, each line is a prompt to continue. /quit or end of "
         "file exits.",
     )
-    parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
+    parser.add_argument("path", help="folder of a run, of adapters, or of a model in Hugging Face layout")
+    add_base_options(parser)
     parser.add_argument("--prompt", help="answer this prompt and exit, instead of reading standard input")
     parser.add_argument("--system", help="system message of the conversation")
     parser.add_argument("--plain", action="store_true", help="continue the text even if there is a chat template")
@@ -51,7 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import torch  # noqa: PLC0415 - help is printed without torch
 
         torch.manual_seed(options.seed)
-    result = results.load_result(options.path, device=choose_device(options.device))
+    result = results.load_result(
+        options.path, device=choose_device(options.device), base=options.base, weights=options.base_weights
+    )
+    if result.adapted is not None:
+        print(f"d9d: {result.adapted}.", file=sys.stderr)
     if options.system is not None and (result.chat is None or options.plain):
         raise UserError(
             f"--system needs a chat template, but the tokenizer of {result.folder} has none, or --plain disables it. "

@@ -15,6 +15,7 @@ from d9d_dist import UserError
 from d9d_loop import data
 from d9d_loop import result as results
 from d9d_loop.cli_main import cli_main
+from d9d_loop.result.adapted_base import ADAPTER_CONFIG, add_base_options
 from d9d_loop.result.chat import choose_device
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="d9d-eval",
         description="Measure the result of a run: perplexity and accuracy on text, or tasks of lm-eval.",
     )
-    parser.add_argument("path", help="folder of a run with an export, or of a model in Hugging Face layout")
+    parser.add_argument("path", help="folder of a run, of adapters, or of a model in Hugging Face layout")
+    add_base_options(parser)
     parser.add_argument("--data", type=Path, help="file .jsonl, .json, .parquet, .csv or text, or folder of .txt files")
     parser.add_argument(
         "--field", default="text", help="field of a sample that contains the text; default: %(default)s"
@@ -136,11 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = list(islice(data.TextFiles([options.data], field=options.field), options.limit))
     if not texts:
         raise UserError(f"{options.data} contains no text; expected at least one document.")
-    result = results.load_result(options.path, device=device)
+    result = results.load_result(options.path, device=device, base=options.base, weights=options.base_weights)
     length = min(options.length, result.max_context or options.length)
     score = score_texts(result, texts, length=length)
     figures = {
-        "model": str(result.folder),
+        "model": str(result.adapted or result.folder),
         "data": str(options.data),
         "loss": score.loss,
         "perplexity": score.perplexity,
@@ -157,6 +159,11 @@ def _run_tasks(options: argparse.Namespace, device: "torch.device") -> dict[str,
     from d9d_loop.result.loaded_result import find_export  # noqa: PLC0415 - imports torch
 
     folder = find_export(Path(options.path))
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"--tasks with {folder}, which holds only adapters; expected a whole model. Merge them first: d9d-export "
+            f"{options.path}"
+        )
     if find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval, which is not installed. Install it: pip install lm-eval.")
     evaluated = import_module("lm_eval").simple_evaluate(

@@ -1,6 +1,5 @@
 """Language model of a run's export or of a Hugging Face folder, with its tokenizer, loaded by `transformers`."""
 
-import json
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
@@ -13,6 +12,15 @@ from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template
 from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, TextTokenizer, read_text_tokenizer
+from d9d_loop.result.adapted_base import (
+    ADAPTER_CONFIG,
+    AdaptedBase,
+    BaseWeights,
+    find_base,
+    load_adapted,
+    load_model,
+    read_json,
+)
 
 
 @final
@@ -26,6 +34,7 @@ class LoadedResult:
         chat: Chat template of the folder, which prints the date of today; None if there is no template.
         stop_tokens: Token ids that end an answer.
         max_context: Largest number of tokens that the model supports; None if its configuration has no limit.
+        adapted: The adapters and their base, if the folder holds adapters.
     """
 
     folder: Path
@@ -34,59 +43,76 @@ class LoadedResult:
     chat: ChatTemplate | None
     stop_tokens: tuple[int, ...]
     max_context: int | None
+    adapted: AdaptedBase | None = None
 
 
-def load_result(path: str | Path, *, device: torch.device) -> LoadedResult:
+def load_result(
+    path: str | Path, *, device: torch.device, base: Path | None = None, weights: BaseWeights = "trained"
+) -> LoadedResult:
     """Load the model and tokenizer of a run folder, whose export is used, or of a folder in Hugging Face layout.
 
-    A folder without tokenizer is accepted if the vocabulary has 256 tokens, which are bytes, or 257, with an end token.
-    Nothing is downloaded. The parameters have the dtype of the files.
+    A run that exported only adapters, and a folder of adapters, are loaded with their base model: `base`, or the folder
+    that the adapters or the run name. `weights` chooses the weights of the base. A folder without tokenizer is accepted
+    if the vocabulary has 256 tokens, which are bytes, or 257, with an end token. Nothing is downloaded. The parameters
+    have the dtype of the files.
 
     Raises:
-        UserError: If the folder has no model, holds only adapters, or has no tokenizer although it needs one.
+        UserError: If the folder has no model, the base of adapters is missing, or there is no tokenizer although the
+            vocabulary needs one.
         ModuleNotFoundError: If `transformers` is not installed.
     """
     folder = find_export(Path(path))
+    require_transformers()
+    adapted = None
+    if (folder / ADAPTER_CONFIG).is_file():
+        adapted = find_base(folder, base=base, weights=weights)
+        model = load_adapted(adapted)
+    else:
+        model = load_model(folder)
+    if not model.can_generate():
+        raise UserError(
+            f"{folder} holds a {type(model).__name__}, which predicts no tokens; expected a language model."
+        )
+    config = model.config
+    own = tokenizer_folder(folder, adapted)
+    text_tokenizer, chat, stops = _read_tokenizer(own, vocab_size=config.get_text_config().vocab_size)
+    model.to(device).eval()
+    ends = model.generation_config.eos_token_id
+    stops += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return LoadedResult(folder, model, text_tokenizer, chat, tuple(dict.fromkeys(stops)), max_context, adapted)
+
+
+def tokenizer_folder(folder: Path, adapted: AdaptedBase | None) -> Path:
+    """Return the folder of the tokenizer: that of the adapters if it has one, else that of their base."""
+    has_own = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return folder if adapted is None or has_own else adapted.base
+
+
+def require_transformers() -> None:
+    """Raise `ModuleNotFoundError` with the command that installs `transformers`, if it is missing."""
     if find_spec("transformers") is None:
         raise ModuleNotFoundError(
             f"a result is loaded by transformers, which is missing. Install it: "
             f"{install_hint('d9d-loop', 'transformers')}"
         )
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    text_tokenizer, chat, stops = _read_tokenizer(folder, vocab_size=config.get_text_config().vocab_size)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    model.to(device).eval()
-    ends = model.generation_config.eos_token_id
-    stops += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return LoadedResult(folder, model, text_tokenizer, chat, tuple(dict.fromkeys(stops)), max_context)
 
 
 def find_export(path: Path) -> Path:
-    """Return the folder of a model in Hugging Face layout: the export of a run folder, or the path itself.
+    """Return the folder of a model in Hugging Face layout, or of adapters.
 
-    The `config.json` of a run folder is the configuration of the job; that of a model names its `model_type`.
+    This is the export of a run folder, or its adapters without an export, or the path itself. The `config.json` of a
+    run folder is the configuration of the job; that of a model names its `model_type`.
 
     Raises:
-        UserError: If there is no such folder, or the path holds only adapters.
+        UserError: If there is no such folder.
     """
-    is_run = (path / "checkpoints").is_dir() or (path / "export" / "config.json").is_file()
-    for folder in (path / "export", path):
-        if (folder / "config.json").is_file() and not (is_run and folder == path and not _is_model(path)):
+    if (path / ADAPTER_CONFIG).is_file():
+        return path
+    is_run = any((path / name).is_dir() for name in ("checkpoints", "export", "adapters"))
+    for folder, name in ((path / "export", "config.json"), (path / "adapters", ADAPTER_CONFIG), (path, "config.json")):
+        if (folder / name).is_file() and not (is_run and folder == path and not _is_model(path)):
             return folder
-    if is_run and (path / "adapters").is_dir():
-        raise UserError(
-            f"{path} is a run that exported only adapters, because merging would change a quantized or tied base; "
-            f"expected a whole model. Load {path / 'adapters'} into the base model with peft, or train with "
-            "adapter.base = dense, whose export is merged."
-        )
-    if (path / "adapter_config.json").is_file():
-        raise UserError(
-            f"{path} contains adapters without their base model; expected a whole model. Merge them "
-            "(d9d_peft.load_adapters, then merge_) and export the model."
-        )
     if not path.is_dir():
         raise UserError(f"{path} does not exist; expected the folder of a run or of a model.")
     if is_run:
@@ -101,10 +127,7 @@ def find_export(path: Path) -> Path:
 
 def _is_model(folder: Path) -> bool:
     """Return True if `config.json` names a `model_type`."""
-    try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return False
+    return "model_type" in read_json(folder / "config.json")
 
 
 def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, ChatTemplate | None, list[int]]:

@@ -1,0 +1,62 @@
+"""Command that merges the adapters of a run into their base model: d9d-export RUN_OR_ADAPTERS."""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from d9d_dist import UserError
+from d9d_loop.cli_main import cli_main
+from d9d_loop.result.adapted_base import ADAPTER_CONFIG, add_base_options, find_base, save_merged
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Merge the adapters, export the model, and print into which weights they were merged.
+
+    Raises:
+        UserError: If there are no adapters, their base is missing, or the output exists.
+    """
+    parser = argparse.ArgumentParser(
+        prog="d9d-export",
+        description="Merge the adapters of a run into their base model, and export the model in Hugging Face layout, "
+        "with its tokenizer. Adapters of a quantized base are merged into its dequantized weights, which were trained "
+        "on, or with --base-weights dense into the weights of the base's folder.",
+    )
+    parser.add_argument("path", help="folder of a run that exported only adapters, or of adapters")
+    parser.add_argument("--output", type=Path, help="folder to write; default: export/ of the run")
+    add_base_options(parser)
+    options = parser.parse_args(arguments)
+    from d9d_loop.jobs.text_export import copy_tokenizer  # noqa: PLC0415 - help is printed without torch
+    from d9d_loop.result.loaded_result import (  # noqa: PLC0415 - imports torch
+        find_export,
+        require_transformers,
+        tokenizer_folder,
+    )
+
+    require_transformers()
+    folder = find_export(Path(options.path))
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{folder} is a whole model; expected adapters to merge. Use it as it is, or pass the folder adapters/ of "
+            "the run and --output."
+        )
+    source = find_base(folder, base=options.base, weights=options.base_weights)
+    output: Path = options.output or folder.parent / "export"
+    if output.exists():
+        raise UserError(f"{output} exists; expected a new folder. Pass another one: --output FOLDER.")
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    save_merged(source, partial)
+    copy_tokenizer(tokenizer_folder(folder, source), partial)
+    partial.replace(output)
+    print(f"d9d: wrote {output}: merged {source}.")
+
+
+def run() -> None:
+    """Run the command, and print user errors without a traceback; entry point of `d9d-export`."""
+    with cli_main():
+        main()
+
+
+if __name__ == "__main__":
+    run()
