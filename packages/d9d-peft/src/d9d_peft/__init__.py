@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from d9d_peft.adapter import DEFAULT_ADAPTER as DEFAULT_ADAPTER
     from d9d_peft.adapter import Adapter as Adapter
     from d9d_peft.adapter_load import load_adapters as load_adapters
+    from d9d_peft.adapter_method import stored_method as stored_method
     from d9d_peft.adapter_save import save_adapters as save_adapters
     from d9d_peft.all_linear import linear_layers as linear_layers
     from d9d_peft.block_format import BlockFormat as BlockFormat
@@ -31,6 +32,5 @@ if TYPE_CHECKING:
     from d9d_peft.quantized_base import quantize_base as quantize_base
     from d9d_peft.stack import Stack as Stack
     from d9d_peft.stored_adapters import stored_tensor_names as stored_tensor_names
-    from d9d_peft.stored_method import stored_method as stored_method
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
