@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ STATE_MUTANTS: dict[Callable[[], AbstractContextManager[object]], set[str]] = {
 def test_a_deliberate_bug_of_the_state_is_caught(
     bug: Callable[[], AbstractContextManager[object]], tmp_path: Path
 ) -> None:
-    (found,) = run_ranks(partial(with_bug, bug, problems), {}, tmp_path, world_size=1)
+    (found,) = run_ranks(with_bug, bug, problems, {}, tmp_path, world_size=1)
     assert STATE_MUTANTS[bug] & set(found), found
 
 
@@ -126,5 +125,5 @@ def _stand_ins_are_counted() -> AbstractContextManager[object]:
 @pytest.mark.parametrize("bug", [_a_mask_is_dropped, _stand_ins_are_counted], ids=lambda bug: bug.__name__)
 @pytest.mark.full
 def test_a_deliberate_bug_of_the_masks_is_caught(bug: Callable[[], AbstractContextManager[object]]) -> None:
-    found = run_ranks(partial(with_bug, bug, tokens_per_expert), LAYOUTS["sharded"], SPLITS["sharded"], 8, world_size=2)
+    found = run_ranks(with_bug, bug, tokens_per_expert, LAYOUTS["sharded"], SPLITS["sharded"], 8, world_size=2)
     assert any(each.sum() != 2 * 27 for _, counts in found for each in counts.values())
