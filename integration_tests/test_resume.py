@@ -49,6 +49,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"kind": "muon", "groups": _REST},
     "lion": {"kind": "lion"},
     "schedule-free": {"kind": "schedule_free_adamw"},
+    "averaged": {"kind": "adamw"},
     "stochastic, float32 averages": {"kind": "stochastic_adamw"},
     "stochastic, bfloat16 averages": {"kind": "stochastic_adamw", "averages": "bfloat16", "seed": 3},
 }
@@ -247,6 +248,7 @@ class _Row:
             "steps": STEPS,
             "batch": {"global_size": GLOBAL_SIZE, "microbatch_size": 2},
             "optimizer": {"learning_rate": 0.05, **OPTIMIZERS[self.optimizer]},
+            "average": {"decay": 0.7, "warmup": True} if self.optimizer == "averaged" else None,
             "lr_schedule": SCHEDULES[self.schedule],
             "gradients": {"max_norm": 1.0},
             "data": self.data,
@@ -326,7 +328,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@pytest.mark.sample("adamw", "schedule-free", "annealed, packed and shuffled")
+@pytest.mark.sample("averaged", "schedule-free", "annealed, packed and shuffled")
 @pytest.mark.slow("muon", "stochastic, bfloat16 averages")
 def test_a_job_resumed_after_any_step_gives_bitwise_equal_results(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
@@ -348,7 +350,7 @@ def _left_after(step: int, whole: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "schedule"), [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule-free", "waits two steps")]
 )
-@pytest.mark.sample("adamw-wsd", "schedule-free-waits two steps")
+@pytest.mark.sample("averaged-wsd", "schedule-free-waits two steps")
 def test_a_job_offloaded_after_every_step_or_rolled_back_gives_bitwise_equal_results(
     tmp_path: Path, optimizer: str, schedule: str
 ) -> None:

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from d9d_loop.model.model_provider import ModelProvider as ModelProvider
     from d9d_loop.model.pretrained_model import PretrainedProvider as PretrainedProvider
     from d9d_loop.model.pretrained_model import pretrained_model as pretrained_model
+    from d9d_loop.optimizers.ema import Ema as Ema
     from d9d_loop.optimizers.optimizer import AdamConfig as AdamConfig
     from d9d_loop.optimizers.optimizer import AdamWConfig as AdamWConfig
     from d9d_loop.optimizers.optimizer import GroupConfig as GroupConfig

@@ -37,6 +37,7 @@ CHANGED: dict[str, Any] = {
     "optimizer.groups": [{"pattern": "bias", "learning_rate": 0.5}],
     "optimizer.betas": [0.5, 0.5],
     "optimizer.eps": 1e-3,
+    "average": {"decay": 0.5},
     "lr_schedule.kind": "wsd",
     "lr_schedule.warmup_steps": 3,
     "lr_schedule.final_fraction": 0.5,

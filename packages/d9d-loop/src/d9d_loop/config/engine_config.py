@@ -5,6 +5,7 @@ from pydantic import Field, PositiveInt
 from d9d_dist import MeshConfig
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.trainer_config import (
+    AverageConfig,
     GradientConfig,
     InitialWeights,
     JobConfig,
@@ -27,6 +28,7 @@ class EngineConfig(JobConfig):
         default=ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
     )
     optimizer: OptimizerConfig = Field(default=AdamWConfig(), description="The optimizer and its hyperparameters.")
+    average: AverageConfig = None
     gradients: GradientConfig = GradientConfig()
     keep_last: PositiveInt | None = Field(
         default=2, description="Number of newest checkpoints to keep; null keeps all."

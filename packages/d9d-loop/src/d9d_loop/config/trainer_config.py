@@ -14,6 +14,7 @@ from d9d_loop.config.config_source import parse_command_line
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.section import Section
 from d9d_loop.lr.lr_schedule import LrScheduleConfig, WarmupCosineConfig
+from d9d_loop.optimizers.ema import Ema
 from d9d_loop.optimizers.optimizer import AdamWConfig, OptimizerConfig
 from d9d_loop.resilience import ResilienceConfig
 from d9d_metrics import JsonlTrackerConfig, TrackerConfig
@@ -28,6 +29,11 @@ TrainingPrecision: TypeAlias = Annotated[
 ]
 InitialWeights: TypeAlias = Annotated[
     Path | None, Field(description="Folder in the Hugging Face layout with the initial weights; null: random weights.")
+]
+
+AverageConfig: TypeAlias = Annotated[
+    Ema | None,
+    Field(description="Exponential moving average of the weights, which evaluations and the export use; null: none."),
 ]
 
 
@@ -291,6 +297,7 @@ class TrainerConfig(JobConfig):
     pipeline: PipelineConfig = PipelineConfig.model_validate({})
     data: DataConfig = DataConfig()
     optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyperparameters.")] = AdamWConfig()
+    average: AverageConfig = None
     lr_schedule: Annotated[LrScheduleConfig, Field(description="Learning-rate schedule.")] = WarmupCosineConfig()
     gradients: GradientConfig = GradientConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -12,6 +12,7 @@ from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.event_bus import Events
 from d9d_loop.job.job_state import JobState, Record
 from d9d_loop.job.local_tiers import local_tiers
+from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_loop.resilience import StepGuard
 from d9d_metrics import redact_secrets
 from d9d_state import CheckpointStore, Retention
@@ -31,6 +32,7 @@ class EngineCheckpoints:
         *,
         model: nn.Module,
         optimizer: Optimizer,
+        average: WeightAverage | None,
         guard: StepGuard,
         ctx: DistributedContext,
         events: Events,
@@ -47,6 +49,7 @@ class EngineCheckpoints:
             self._store,
             model=model,
             optimizer=optimizer,
+            average=average,
             metrics={},
             config=redact_secrets(config.model_dump(mode="json")),
             parts={"bad_steps": guard},

@@ -32,7 +32,9 @@ from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.averaging import free_gathered_parameters
+from d9d_loop.optimizers.ema import Ema
 from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.same_values import Same
@@ -65,6 +67,7 @@ class Engine:
         guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
         polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
             the guard and acts on its decisions.
+        average: Average of the weights, which each step that is not skipped updates; `None` for none.
         events: Event bus; by default a new one.
         state_mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
         reference: Reference for the method `reference`. Either a function of the model that returns a context manager,
@@ -84,6 +87,7 @@ class Engine:
         num_microbatches: int = 1,
         guard: StepGuard | None = None,
         polls_guard: bool = True,
+        average: WeightAverage | None = None,
         events: Events | None = None,
         state_mapper: StateMapper | None = None,
         reference: Reference | None = None,
@@ -93,6 +97,7 @@ class Engine:
         self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
         self.events = Events() if events is None else events
         self.num_steps, self._num_updates = 0, 0
+        self._average = average
         self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
         self._state_mapper = state_mapper
         self._initial_rates = [group["lr"] for group in optimizer.param_groups]
@@ -106,12 +111,13 @@ class Engine:
             ctx=ctx,
             events=self.events,
             guard=guard,
+            average=average,
         )
         self._agree = MicrobatchAgreement(task, ctx)
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
-        offloader = ModuleOffloader(self._whole, optimizer, others=self._step.copies_of_buffers)
+        offloader = ModuleOffloader(self._whole, optimizer, others=self._copies)
         self._offloader, self._is_offloaded = offloader, False
-        self._reference, self._in_reference = reference_context(reference, self.model, whole=self._whole), False
+        self._reference, self._inside = reference_context(reference, self.model, whole=self._whole), ""
         self._first_steps, self._has_warned = FirstSteps(self.model, ctx), False
 
     @classmethod
@@ -124,6 +130,7 @@ class Engine:
         optimizer: OptimizerProvider | None = None,
         pipeline_schedule: Schedule | None = None,
         reference: Reference | None = None,
+        average: Ema | None = None,
     ) -> AbstractContextManager[Self]:
         """Start the process group, build an engine with its initial weights, and close both after the body. Collective.
 
@@ -138,11 +145,14 @@ class Engine:
             optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
             pipeline_schedule: Pipeline schedule; by default the one of the configuration.
             reference: See `Engine`.
+            average: Average of the weights; by default the one of the configuration.
 
         Raises:
             UserError: If the configuration, model or environment is invalid. Most checks run before the process group
                 starts.
         """
+        if average is not None:
+            config = config.model_copy(update={"average": average})
         build: Callable[..., Self] = partial(cls, reference=reference)
         return opened_engine(
             config, build, model=model, task=task, optimizer=optimizer, pipeline_schedule=pipeline_schedule
@@ -216,12 +226,8 @@ class Engine:
                 "copy of the initial weights."
             )
         self._warn_of_dropout()
-        with self._reference():
-            self._in_reference = True
-            try:
-                yield
-            finally:
-                self._in_reference = False
+        with self._reference(), self._no_training("reference()"):
+            yield
 
     def _warn_of_dropout(self) -> None:
         """Print once that the reference is computed without the dropout of the training forward."""
@@ -280,11 +286,11 @@ class Engine:
 
     def _unchanged(self, weights: Iterator[W]) -> Iterator[W]:
         """Yield weights; raise `UserError` if the weights change during the iteration."""
-        version = self._num_updates, self._is_offloaded, self._in_reference
+        version = self._num_updates, self._is_offloaded, self._inside
         for each in weights:
             yield each
             del each  # this view may keep its group in memory while the next one is gathered
-            if version != (self._num_updates, self._is_offloaded, self._in_reference):
+            if version != (self._num_updates, self._is_offloaded, self._inside):
                 raise UserError(
                     "the weights changed while weights() was iterated, so the result would mix two steps; expected no "
                     "step(), load(), offload() or reference() during the iteration. Consume the iterator first."
@@ -297,8 +303,18 @@ class Engine:
     def _require_training(self, call: str) -> None:
         """Raise `UserError` if the training state is offloaded, or inside `reference()`. `call` is for the message."""
         self._require_onloaded(call)
-        if self._in_reference:
-            raise UserError(f"got {call} inside reference(); expected only score() there. Leave the context first.")
+        if self._inside:
+            raise UserError(
+                f"got {call} inside {self._inside}; expected only score() or weights() there. Leave the context first."
+            )
+
+    @contextmanager
+    def _no_training(self, context: str) -> Generator[None]:
+        self._inside = context
+        try:
+            yield
+        finally:
+            self._inside = ""
 
     def accumulate(
         self, batches: Sequence[Any], loss: LossFunction, *, num_own: int | None = None, measured: bool = False
@@ -361,6 +377,10 @@ class Engine:
             if bad.decision == "stop":
                 raise BadStepError(bad.why)
 
+    def _copies(self) -> list[Tensor]:
+        averages = [] if self._average is None else list(self._average.tensors().values())
+        return [*self._step.copies_of_buffers(), *averages]
+
     @contextmanager
     def offloaded(self) -> Generator[None]:
         """Offload parameters, buffers, gradients and optimizer state to host memory for the body. No collectives.
@@ -397,12 +417,14 @@ class Engine:
 
     @contextmanager
     def evaluation_weights(self) -> Generator[None]:
-        """Swap in the averaged weights of an averaging optimizer; with other optimizers, the weights do not change.
+        """Swap in the averaged weights for `score`, `weights` and generation; without an average, they do not change.
 
-        Collective: copies shared parameters to all stages.
+        The average is that of `Engine.open(average=)` or of an averaging optimizer. Training and saves in the body are
+        errors. Collective: copies shared parameters to all stages.
         """
         self._require_training("evaluation_weights()")
-        with evaluation_weights(self.model, self.optimizer):
+        averaging = self.optimizer if self._average is None else self._average
+        with evaluation_weights(self.model, averaging), self._no_training("evaluation_weights()"):
             self.pipeline.shared.copy_values()
             yield
         self.pipeline.shared.copy_values()

@@ -19,6 +19,7 @@ from d9d_loop.model.model_check import check_trained_dtypes, describe_modes
 from d9d_loop.model.model_plan import plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.optimizers.weight_average import average_of
 from d9d_loop.resilience import StepGuard, check_health
 from d9d_loop.task import BatchTask
 from d9d_pipeline import Schedule
@@ -76,9 +77,10 @@ def opened_engine(
         seed_everything(config.seed, ctx)
         built = optimizer(pipeline.model)
         pipeline.shared.copy_values()
+        average = average_of(pipeline.model, built, config.average)
         guard, events = StepGuard(built, config=config.bad_steps, ctx=ctx), Events(seed=config.seed)
         checkpoints = EngineCheckpoints(
-            config, model=pipeline.model, optimizer=built, guard=guard, ctx=ctx, events=events
+            config, model=pipeline.model, optimizer=built, average=average, guard=guard, ctx=ctx, events=events
         )
         with closing(checkpoints):
             yield build(
@@ -89,6 +91,7 @@ def opened_engine(
                 max_norm=config.gradients.max_norm,
                 num_microbatches=2 * pipeline.num_stages if pipeline.num_stages > 1 else 1,
                 guard=guard,
+                average=average,
                 events=events,
                 state_mapper=mapper,
                 checkpoints=checkpoints,

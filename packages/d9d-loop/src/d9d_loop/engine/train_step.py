@@ -28,6 +28,7 @@ from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepSta
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.optimizers.gate import step_unless
+from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.resilience.same_values import NOTHING, Same
 from d9d_loop.task import BatchTask, Loss, LossFunction
@@ -64,6 +65,7 @@ class TrainStep:
         max_norm: Maximum global gradient norm; infinity measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have.
         guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
+        average: Average of the weights, updated in each step that is not skipped; `None` for none.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class TrainStep:
         ctx: DistributedContext,
         events: Events,
         guard: StepGuard | None,
+        average: WeightAverage | None,
     ) -> None:
         self._pipeline, self._model, self._shared = pipeline, pipeline.model, pipeline.shared
         self._optimizer, self._task = optimizer, task
@@ -85,6 +88,7 @@ class TrainStep:
         if not isinstance(optimizer, StochasticAdamW):
             self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype]
         self._max_norm, self._ctx, self._events, self._guard = max_norm, ctx, events, guard
+        self._average = average
         self._splits = pipeline.program(num_microbatches).splits
         self._supported: dict[int, int] = {}
         pipeline.training(num_microbatches)
@@ -255,6 +259,8 @@ class TrainStep:
                 step_unless(self._optimizer, (~taken).float())
             else:
                 taken = self._guard.step(number, loss=loss, grad_norm=grad_norm, weight=weight, same=same)
+        if self._average is not None:
+            self._average.update(taken)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
         assert self._buffers is not None

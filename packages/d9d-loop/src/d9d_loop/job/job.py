@@ -25,6 +25,7 @@ from d9d_loop.job.resume_check import Progress
 from d9d_loop.model.compiled_model import compile_stages
 from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_check import describe_modes
+from d9d_loop.optimizers.weight_average import WeightAverage, average_of
 from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
 from d9d_loop.task import Loss, LossFunction, Task
 from d9d_metrics import Metric, redact_secrets
@@ -81,12 +82,14 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     seed_everything(config.seed, ctx)
     optimizer = plan.optimizer(pipeline.model)
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
+    average = average_of(pipeline.model, optimizer, config.average)
     loader = _build_loader(plan, ctx)
     guard = StepGuard(optimizer, config=config.resilience.bad_steps, ctx=ctx)
     state = JobState(
         store,
         model=pipeline.model,
         optimizer=optimizer,
+        average=average,
         metrics=metrics,
         parts={"data": loader, "bad_steps": guard},
         config=redact_secrets(plan.resolved),
@@ -102,7 +105,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     pipeline.shared.copy_values()
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
-    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events)
+    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events, average=average)
     hosts = sorted(set(gather_json(socket.gethostname(), alone=ctx.world_size == 1)))
     journal = Journal(config.run.dir, ctx, steps=plan.steps, hosts=hosts, on_failure=config.run.on_failure)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
@@ -136,6 +139,7 @@ def build_engine(
     ctx: DistributedContext,
     guard: StepGuard,
     events: Events | None = None,
+    average: WeightAverage | None = None,
 ) -> Engine:
     """Build the engine of a job. The caller acts on the decisions on bad steps. Collective."""
     return Engine(
@@ -147,6 +151,7 @@ def build_engine(
         num_microbatches=plan.num_microbatches,
         guard=guard,
         polls_guard=False,
+        average=average,
         events=events,
     )
 

@@ -16,6 +16,7 @@ from d9d_dist import DistributedContext, UserError, agree, rank_role, refuse_lat
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
 from d9d_loop.model.frozen_digest import frozen_digest
+from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_metrics import Metric
 from d9d_state import (
     CheckpointInfo,
@@ -69,6 +70,7 @@ class Record:
 
 
 _RECORD = TypeAdapter(Record)
+_AVERAGE = "average."
 
 
 class _Stateful(Protocol):
@@ -85,6 +87,7 @@ class JobState:
     Args:
         model: This rank's part of the model, materialized and parallelized.
         optimizer: Optimizer of the model's parameters, as its provider built it.
+        average: Average of the weights; `None` for none.
         metrics: This rank's training metrics by name. Their values since the last report are saved.
         config: Resolved configuration, stored in each checkpoint as information only.
         parts: Other components to save, by name. Their state is equal on every rank.
@@ -108,6 +111,7 @@ class JobState:
         *,
         model: nn.Module,
         optimizer: Optimizer,
+        average: WeightAverage | None = None,
         metrics: Mapping[str, Metric],
         config: JsonValue,
         parts: Mapping[str, _Stateful],
@@ -124,7 +128,7 @@ class JobState:
         self._ctx, self._events = ctx, events
         self._trainable_only, self._is_digest_checked = trainable_only, False
         self._frozen_digest: str | None = None
-        self._rank_state = rank_state
+        self._rank_state, self._average = rank_state, average
         self.restored: CheckpointInfo | None = None
         self._built_groups = group_values(optimizer)
         self._built_values = [dict(group) for group in optimizer.param_groups]
@@ -157,7 +161,10 @@ class JobState:
                 "run with --run.name."
             )
         prepare_optimizer_for_load(self._model, self._optimizer, info)
-        self.store.load(info, self._tensors(trainable_only=expected is not None), self._ctx)
+        tensors = self._tensors(trainable_only=expected is not None)
+        # A run may start to average when it resumes: then its average starts at the loaded weights.
+        tensors = {name: each for name, each in tensors.items() if not _is_new_average(name, info)}
+        self.store.load(info, tensors, self._ctx)
         if expected is None:  # the checkpoint may have replaced the frozen parameters
             self._check_frozen()
             self._is_digest_checked = False
@@ -167,6 +174,7 @@ class JobState:
         record = _RECORD.validate_python(state["record"])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
+        self._restore_average(info, state.get("average"))
         rank_states: Any = info.rank_states
         if self._rank_state is not None:  # learning rates that equal the initial ones are not saved
             self._reset_groups("lr")
@@ -195,6 +203,11 @@ class JobState:
                     'resilience.bad_steps.non_finite and spike to "skip" or "stop".'
                 )
         return info
+
+    def _restore_average(self, info: CheckpointInfo, num_steps: int | None) -> None:
+        if self._average is not None:
+            loaded = {name.removeprefix(_AVERAGE) for name in info.tensors if name.startswith(_AVERAGE)}
+            self._average.load_state_dict(num_steps or 0, loaded=loaded)
 
     def roll_back(self) -> Record:
         """Roll back to the newest valid checkpoint; raise `StateError` on every rank if there is none. Collective."""
@@ -271,6 +284,7 @@ class JobState:
                 "code": self._code,
                 "optimizer_class": type(self._optimizer).__qualname__,
                 "frozen_digest": self._frozen_digest if self._trainable_only else None,
+                "average": None if self._average is None else self._average.state_dict(),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },
             "rank_state": {
@@ -316,10 +330,16 @@ class JobState:
         self._is_digest_checked = True
 
     def _tensors(self, *, trainable_only: bool) -> dict[str, Tensor]:
+        averages = {} if self._average is None else self._average.tensors()
         return {
             **model_tensors(self._model, trainable_only=trainable_only),
             **optimizer_tensors(self._model, self._optimizer),
+            **{_AVERAGE + name: each for name, each in averages.items()},
         }
+
+
+def _is_new_average(name: str, info: CheckpointInfo) -> bool:
+    return name.startswith(_AVERAGE) and name not in info.tensors
 
 
 def frozen_digest_of(info: CheckpointInfo) -> str | None:

@@ -31,6 +31,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "optimizer": "reported",
         "optimizer.kind": "error",
         "optimizer.averages": "error",
+        "average": "reported",
         "lr_schedule": "reported",
         "gradients": "reported",
         "gradients.reduce_each_microbatch": "layout",

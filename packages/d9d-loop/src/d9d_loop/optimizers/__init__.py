@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from d9d_loop.optimizers.adam import LocalAdamW as LocalAdamW
     from d9d_loop.optimizers.averaging import Averaging as Averaging
     from d9d_loop.optimizers.averaging import evaluation_weights as evaluation_weights
+    from d9d_loop.optimizers.ema import Ema as Ema
     from d9d_loop.optimizers.joined import JoinedOptimizer as JoinedOptimizer
     from d9d_loop.optimizers.lion import Lion as Lion
     from d9d_loop.optimizers.muon import Muon as Muon
@@ -21,5 +22,6 @@ if TYPE_CHECKING:
     from d9d_loop.optimizers.sgd import LocalSGD as LocalSGD
     from d9d_loop.optimizers.stochastic_adamw import StochasticAdamW as StochasticAdamW
     from d9d_loop.optimizers.stochastic_copy import stochastic_copy_ as stochastic_copy_
+    from d9d_loop.optimizers.weight_average import WeightAverage as WeightAverage
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class Averaging(Protocol):
-    """Optimizer whose evaluation weights are an average, while the parameters hold the training weights."""
+    """Optimizer, or `WeightAverage`, with averaged evaluation weights; the parameters hold the training weights."""
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Swap in the evaluation weights for the body of the `with` block, and restore the parameters bit for bit."""
@@ -19,10 +19,11 @@ class Averaging(Protocol):
 
 
 @contextmanager
-def evaluation_weights(model: nn.Module, optimizer: Optimizer) -> Generator[None]:
+def evaluation_weights(model: nn.Module, optimizer: Optimizer | Averaging) -> Generator[None]:
     """Swap in the evaluation weights for the body of the `with` block, to evaluate or export a model.
 
-    For optimizers that are not `Averaging`, the weights do not change. The training weights are restored bit for bit.
+    For optimizers that are not `Averaging`, the weights do not change. `optimizer` may also be a `WeightAverage`.
+    The training weights are restored bit for bit.
     No collectives. Do not save job checkpoints in the body, since they must contain the training weights.
     """
     if not isinstance(optimizer, Averaging):

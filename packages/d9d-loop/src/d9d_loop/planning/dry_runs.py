@@ -24,13 +24,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, Launch, PrecisionName, UserError, allocate, destroy_process_groups
+from d9d_dist import (
+    DistributedContext,
+    Launch,
+    PrecisionName,
+    UserError,
+    allocate,
+    destroy_process_groups,
+    local_tensor,
+)
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.job.job import build_engine
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_build import parallelize_stages
+from d9d_loop.optimizers.weight_average import average_of
 from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
@@ -55,7 +64,7 @@ class DryRun:
         dtype: Dtype of most of the local parameters.
         is_compiled: True if a module of the model is compiled, such as each layer.
         gradient_bytes: Local gradients at the end of the backward pass.
-        optimizer_bytes: Local optimizer state.
+        optimizer_bytes: Local optimizer state, and the average of the weights.
         num_microbatches: Microbatches of the recorded step.
         forward_backward: Record of the forward and backward passes of all microbatches.
         update: Record of gradient reduction outside of the backward pass, of clipping, and of the optimizer.
@@ -174,8 +183,9 @@ def run_rank(
     pipeline.set_gradients(plan.config.gradients)
     with fake:
         optimizer = plan.optimizer(pipeline.model)
+        average = average_of(pipeline.model, optimizer, plan.config.average)
     guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
-    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
+    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, average=average)
     batches = [batch] * plan.num_microbatches
     num_first = num_first or _fewest_microbatches(pipeline, plan.num_microbatches)
     repeated = [parameter for layer in repeat for parameter in layer.parameters()]
@@ -211,7 +221,9 @@ def run_rank(
         dtype=_main_dtype(pipeline.model),
         is_compiled=any(module._compiled_call_impl is not None for module in pipeline.model.modules()),
         gradient_bytes=gradients,
-        optimizer_bytes=optimizer_bytes(optimizer) + marks.num_dropped * optimizer_bytes(optimizer, repeated),
+        optimizer_bytes=optimizer_bytes(optimizer)
+        + marks.num_dropped * optimizer_bytes(optimizer, repeated)
+        + (0 if average is None else counted(_average_bytes)),
         num_microbatches=plan.num_microbatches,
         forward_backward=forward_backward,
         update=update,
@@ -287,6 +299,11 @@ def optimizer_bytes(optimizer: Optimizer, parameters: Iterable[Tensor] | None = 
     """Return the bytes of this rank's optimizer state, for the given parameters or for all."""
     states = optimizer.state.values() if parameters is None else map(optimizer.state.get, parameters)
     return sum(_local_bytes(leaf) for leaf in pytree.tree_leaves(list(states)) if isinstance(leaf, Tensor))
+
+
+def _average_bytes(model: nn.Module) -> int:
+    trainable = (local_tensor(each) for each in model.parameters() if each.requires_grad)
+    return sum(each.numel() * max(each.itemsize, 4) for each in trainable)
 
 
 @contextmanager
