@@ -88,3 +88,15 @@ def test_a_byte_order_mark_is_not_a_part_of_a_text(tmp_path: Path) -> None:
     for name, text in (("a.txt", "hi"), ("a.json", '[{"text": "hi"}]'), ("a.jsonl", '{"text": "hi"}\n')):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
         assert list(open_samples([tmp_path / name], key="files")) == [{"text": "hi"}]
+
+
+def test_classes_of_a_table_have_their_names(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["yes", "no"])})
+    table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, -1]}, features=features)
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    for name in ("a.parquet", "saved"):
+        samples = open_samples([tmp_path / name], key="files")
+        assert [samples[index]["label"] for index in range(3)] == ["no", "yes", None]  # -1 is no class
+        assert list(samples)[1] == {"text": "b", "label": "yes"}

@@ -3,7 +3,7 @@
 import csv
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, chain
@@ -117,13 +117,36 @@ class _PlainText:
             ) from None
 
 
+@final
+class _NamedClasses:
+    """A table whose columns of the type ClassLabel have the names of the classes for their numbers."""
+
+    def __init__(self, table: Any, names: Mapping[str, Sequence[str]]) -> None:
+        self._table, self._names = table, names
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._named, self._table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._named(self._table[index])
+
+    def _named(self, sample: dict[str, Any]) -> dict[str, Any]:
+        numbers = {field: sample[field] for field in self._names}
+        is_class = {field: number is not None and number >= 0 for field, number in numbers.items()}  # -1: no class
+        return sample | {field: self._names[field][numbers[field]] if is_class[field] else None for field in numbers}
+
+
 def open_samples(paths: Sequence[Path], *, key: str, text_field: str = "text") -> DataFiles:
     """Open files of one format as a map-style dataset of dictionaries, in the order of the files.
 
     The paths, which the user passed as `key`, are:
 
     - `.jsonl`: a JSON object in each line. `.json`: the same, or a list of objects.
-    - `.parquet`, and folders of `datasets.save_to_disk`. Both need the package `datasets`.
+    - `.parquet`, and folders of `datasets.save_to_disk`. Both need the package `datasets`. Columns of the type
+      `ClassLabel` give the names of the classes.
     - `.csv` with a header: every value is a text, also NA, null and numbers. Needs `datasets` too.
     - `.txt`, `.md`, source code and others: a file is a sample, with its text in the field `text_field`.
 
@@ -234,7 +257,7 @@ def _open_csv(path: Path) -> Samples:
 
 
 def _open_parquet(path: Path) -> Samples:
-    return _load("parquet", path)
+    return _with_names(_load("parquet", path))
 
 
 def _load(builder: str, path: Path, **options: Any) -> Samples:
@@ -246,7 +269,14 @@ def _load(builder: str, path: Path, **options: Any) -> Samples:
 def _open_saved(folder: Path) -> Samples:
     import datasets
 
-    return datasets.load_from_disk(str(folder))
+    return _with_names(datasets.load_from_disk(str(folder)))
+
+
+def _with_names(table: Any) -> Samples:
+    import datasets
+
+    names = {field: kind.names for field, kind in table.features.items() if isinstance(kind, datasets.ClassLabel)}
+    return _NamedClasses(table, names) if names else table
 
 
 _TABLES: dict[FileKind, Callable[[Path], Samples]] = {
