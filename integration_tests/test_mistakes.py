@@ -117,6 +117,22 @@ class Unregistered(nn.Module):
         return self.layers[0](x)
 
 
+class InPlace(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).sigmoid()
+        hidden += 1
+        return self.down(hidden)
+
+
+class InPlaceModule(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(F.relu(self.up(x))))
+
+
 class Frozen(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -188,6 +204,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "task class": ({"task": Regression}, [], r"got the class Regression as task; .* Pass Regression\(\)"),
     "function as task": ({"task": lambda batch: batch}, [], r"got a function as task; expected a Task"),
     "shape mismatch in the model": ({"model": WrongShape()}, [], r"fails in WrongShape\.forward: RuntimeError: .*\n.*in forward: return self\.down"),
+    "in-place operation": ({"model": InPlace()}, [], r"in-place operation in InPlace changes a value of shape \[8, 8\] that the backward in InPlace needs\.\n  changed in .*test_mistakes\.py, line \d+, in forward: hidden \+= 1\n  needed by .*, in forward: hidden = self\.up\(x\)\.sigmoid\(\)\nUse"),
+    "in-place module": ({"model": InPlaceModule()}, [], r"in-place operation in drop changes a value of shape \[8, 8\] that the backward in InPlaceModule needs"),
     "other width than the data": ({"data": WIDE}, [], r"fails in Mlp\.forward: .*(\n.*)*The batch is \{x: float32\[8, 5\]"),
     "dtype mismatch": ({"data": DOUBLES}, [], r"fails in Mlp\.forward: .*(\n.*)*The parameters are float32: convert the batch"),
     "model is None": ({"model": None}, [], r"got model = None; expected a module"),
@@ -270,6 +288,16 @@ def test_each_mistake_gives_one_message(
     assert re.search(message, errors), errors
     assert "Traceback" not in errors
     assert not (tmp_path / "job").exists()
+
+
+def test_an_in_place_operation_that_the_rehearsal_cannot_find_is_an_error_of_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, cli_main():
+        _train(tmp_path, {"model": InPlace()}, ["--rehearsal", "false"])
+    assert ended.value.code == 2
+    expected = r"changed a value that backward needs \(\[torch\.FloatTensor \[8, 8\]\].* version 0 instead\)\. Use an"
+    assert re.search(expected, capsys.readouterr().err)
 
 
 def _named(argument: str) -> Task:
@@ -392,7 +420,10 @@ def test_a_resumed_run_lists_changed_settings_and_refuses_another_optimizer(
     assert re.search(r"  optimizer\.learning_rate was 0\.\d+, and now is 0\.5\n", out)
     with pytest.raises(SystemExit), cli_main():
         _train(tmp_path, {}, ["--steps", "5", "--optimizer.kind", "sgd"])
-    assert re.search(r"optimizer\.kind = sgd, but the run in .* has state of adamw at step 4", capsys.readouterr().err)
+    expected = (
+        r"has completed 4 steps with other settings:\n  optimizer\.kind was .*adamw.*, and now is .*sgd.*\nA resumed"
+    )
+    assert re.search(expected, capsys.readouterr().err)
 
 
 def _sharded(folder: Path) -> float:

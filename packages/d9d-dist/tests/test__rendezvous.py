@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+import d9d_dist._rendezvous
 from d9d_dist import Launch, StartupTimeoutError, UserError
 from d9d_dist._rendezvous import connect_store, store_place, wait_for_ranks
 from d9d_dist.peers import publish_self
@@ -41,6 +42,30 @@ def test_the_error_on_each_rank_names_the_ranks_that_did_not_start_and_their_nod
     with pytest.raises(StartupTimeoutError) as another:
         wait_for_ranks(store, _launch(1), timedelta(days=1))
     assert str(another.value) == str(caught.value)
+
+
+def test_ranks_that_are_missing_are_named_once_while_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(d9d_dist._rendezvous, "_REPORT_AFTER", timedelta(seconds=0.1))
+    store = dist.HashStore()
+    publish_self(store, 1)
+    for rank in (0, 1):
+        with pytest.raises(StartupTimeoutError, match=r"did not start within 0\.3 s"):
+            wait_for_ranks(store, _launch(rank), SHORT)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("d9d: ranks 2, 3 of node 1 did not start within 0.1 s; the other 2 ranks waited on ")
+    assert line.endswith("Waiting for up to 0.3 s.")
+
+
+def test_a_rank_that_waits_for_the_store_says_so(
+    monkeypatch: pytest.MonkeyPatch, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(d9d_dist._rendezvous, "_REPORT_AFTER", timedelta(seconds=0.1))
+    with pytest.raises(StartupTimeoutError):
+        connect_store(_launch(3), SHORT)
+    expected = f"waits for the job's store, which rank 0 on 127.0.0.1:{port} hosts, for 0.1 s. Check whether that"
+    assert expected in capsys.readouterr().err
 
 
 def test_all_ranks_start_together() -> None:

@@ -64,6 +64,18 @@ def test_operations_do_not_inspect_the_stack_for_events(monkeypatch: pytest.Monk
     assert names == []
 
 
+def test_a_node_that_waits_says_how_many_nodes_are_missing() -> None:
+    store = dist.HashStore()
+    first, second = (_node(store, name) for name in ("host0", "host1"))
+    with _threads() as join:
+        joined = [join(first)]
+        _wait(lambda: bool(first._state_holder.state.participants))
+        assert "after 15 s, 1 of 2 nodes have joined the rendezvous" in first._describe_wait()
+        assert "(host0). Start d9d-torchrun on the missing nodes." in first._describe_wait()
+        joined.append(join(second))
+        assert sorted(rank.result(_SECONDS) for rank in joined) == [0, 1]
+
+
 def test_a_spare_node_joins_only_after_a_node_is_lost_and_the_others_know_which() -> None:
     store = dist.HashStore()
     first, second, spare = (_node(store, name) for name in ("host0", "host1", "host2"))

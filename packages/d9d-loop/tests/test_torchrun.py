@@ -6,9 +6,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from torch.distributed import run
+from torch.distributed import DistNetworkError, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api as launcher
 
 from d9d_dist.failures import NODE_FOLDER
@@ -125,3 +126,21 @@ def test_warm_ranks_of_a_program_that_is_not_python_are_refused(capsys: pytest.C
     assert (
         "--warm cannot be combined with --no-python or --run-path; expected a Python script" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (DistNetworkError("address already in use"), ["--master-addr", "node0", "--master-port", "4"]),
+        (RendezvousConnectionError("address already in use"), ["--rdzv-endpoint", "node0:4"]),
+    ],
+)
+def test_an_address_in_use_is_a_message(
+    error: Exception, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(run, "run", side_effect=error), pytest.raises(SystemExit, match="2"):
+        main([*options, "train.py"])
+    expected = (
+        "d9d-torchrun: this node can neither listen at node0:4 nor reach the job's store there: address already in "
+    )
+    assert capsys.readouterr().err.startswith(expected)

@@ -6,7 +6,10 @@ ranks.
 
 import os
 import socket
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +22,10 @@ from d9d_dist.failures import leave_store
 from d9d_dist.launch import Launch
 from d9d_dist.peers import hosts_of, publish_self
 
+_REPORT_AFTER = timedelta(seconds=15)
 _ALL = "all"
-_NUM_ARRIVED, _START = "d9d/num_arrived", "d9d/start"  # store keys; the value of `_START` is `_ALL` or an error text
+_NUM_ARRIVED, _NUM_REPORTS = "d9d/num_arrived", "d9d/num_reports"  # store keys
+_START = "d9d/start"  # store key; the value of `_START` is `_ALL` or an error text
 
 
 def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -44,7 +49,10 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
         if hosts_store(launch):
             store = _host_store(launch, timeout)
         else:
-            store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+            with _reported(
+                f"rank {launch.rank} on {socket.gethostname()} waits for the job's store, which {place} hosts"
+            ):
+                store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     except dist.DistNetworkError as error:
         seconds = timeout.total_seconds()
         raise StartupTimeoutError(
@@ -58,20 +66,49 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def wait_for_ranks(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
-    """Wait until all ranks have called this function. Each rank sends at most five requests to the store.
+    """Wait until all ranks have called this function. Each rank sends few requests to the store.
 
+    If ranks are missing after 15 s, one of the waiting ranks names them on standard error.
     Raises `StartupTimeoutError` on every waiting rank if a rank is missing at the timeout.
     """
     publish_self(store, launch.rank)
     if store.add(_NUM_ARRIVED, 1) == launch.world_size:
         store.compare_set(_START, "", _ALL)
     try:
-        store.wait([_START], timeout)
+        _wait_and_report(store, launch, timeout)
     except dist.DistStoreError:
         store.compare_set(_START, "", _describe_missing(store, launch, timeout))
     if (problem := store.get(_START).decode(errors="replace")) != _ALL:
         leave_store(store, world_size=store.add(_NUM_ARRIVED, 0), is_host=hosts_store(launch))
         raise StartupTimeoutError(problem)
+
+
+def _wait_and_report(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+    """Wait for the start. After 15 s, the first rank to look prints the missing ranks, and goes on waiting."""
+    try:
+        store.wait([_START], min(timeout, _REPORT_AFTER))
+    except dist.DistStoreError:
+        if timeout <= _REPORT_AFTER:
+            raise
+    else:
+        return
+    if store.add(_NUM_REPORTS, 1) == 1:
+        message = _describe_missing(store, launch, _REPORT_AFTER)
+        print(f"d9d: {message} Waiting for up to {timeout.total_seconds():g} s.", file=sys.stderr, flush=True)
+    store.wait([_START], timeout - _REPORT_AFTER)
+
+
+@contextmanager
+def _reported(what: str) -> Generator[None]:
+    """Print `what` on standard error if the body takes longer than 15 s."""
+    message = f"d9d: {what}, for {_REPORT_AFTER.total_seconds():g} s. Check whether that process was started."
+    timer = threading.Timer(_REPORT_AFTER.total_seconds(), lambda: print(message, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def hosts_store(launch: Launch) -> bool:
@@ -100,8 +137,8 @@ def _host_store(launch: Launch, timeout: timedelta) -> dist.Store:
         return dist.TCPStore(address, port, launch.world_size, is_master=True, **options)
     except dist.DistNetworkError as error:
         raise UserError(
-            f"rank 0 cannot listen on MASTER_ADDR = {address} and MASTER_PORT = {port}: {str(error).splitlines()[0]} "
-            "Use the address of rank 0's host, and a free port."
+            f"rank 0 cannot listen on MASTER_ADDR = {address} and MASTER_PORT = {port}: "
+            f"{str(error).splitlines()[0]}. Use the address of rank 0's host, and a free port."
         ) from None
 
 

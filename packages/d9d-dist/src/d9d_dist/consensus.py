@@ -20,6 +20,7 @@ _MAX_BYTES = 1 << 28  # bytes of JSON per rank
 _MAX_PROBLEM = 4000  # maximum length of a problem's text, in characters, in messages that list ranks
 _RANKS_SHOWN = 8
 _KEYS_SHOWN = 5
+_VALUE_SHOWN = 60  # maximum length of a value's text in messages; longer values are compared, and not shown
 _SIZE_BYTES, _HEAD = 8, 512
 _INLINE = _HEAD - _SIZE_BYTES  # a text of up to this many bytes is sent with its size, in a single collective
 
@@ -67,7 +68,7 @@ def agree(
             else `error`.
         group: Process group; `None` for all ranks of the job.
         same: Values that must be equal on all ranks, by their names in the message, e.g. "the configuration". All ranks
-            pass the same names. If a mapping differs, the message names its keys that differ.
+            pass the same names. If a mapping differs, the message names its keys that differ, with short values.
         error: Type of the error for a problem that is a text.
         alone: As in `gather_json`.
 
@@ -143,12 +144,21 @@ def _raise_together(error: Exception, group: dist.ProcessGroup | None, *, num_ra
 
 
 def _differing_keys(value: str | bytes | Mapping[str, str], group: dist.ProcessGroup | None) -> list[str]:
-    """Return the keys of mappings that differ between ranks; none for other values. Collective for a mapping."""
+    """Return the keys of mappings that differ, with short values; none for other types. Collective for a mapping."""
     if not isinstance(value, Mapping):
         return []
-    of_ranks = gather_json({key: _digest(text) for key, text in value.items()}, group)
+    shown = {key: text for key, text in value.items() if len(text) <= _VALUE_SHOWN and "\n" not in text}
+    of_ranks = gather_json({key: (_digest(text), shown.get(key)) for key, text in value.items()}, group)
     keys = dict.fromkeys(key for each in of_ranks for key in each)
-    return [key for key in keys if any(each.get(key) != of_ranks[0].get(key) for each in of_ranks)]
+    found = {key: [each.get(key) for each in of_ranks] for key in keys}
+    return [f"{key}{_describe_values(each)}" for key, each in found.items() if any(one != each[0] for one in each)]
+
+
+def _describe_values(of_ranks: Sequence[tuple[str, str | None] | None]) -> str:
+    """Return the first two values of a key that differ, in parentheses; empty if one is too long to show."""
+    odd = next(rank for rank, each in enumerate(of_ranks) if each != of_ranks[0])
+    texts = ["absent" if each is None else each[1] for each in (of_ranks[0], of_ranks[odd])]
+    return "" if not all(texts) else f" ({texts[0]} on rank 0, {texts[1]} on rank {odd})"
 
 
 def _digest(value: str | bytes | Mapping[str, str]) -> str:

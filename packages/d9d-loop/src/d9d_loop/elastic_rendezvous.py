@@ -9,6 +9,8 @@ For each operation, torch also records an event, which no handler receives by de
 12 ms with the modules of torchrun, 24 ms with the modules of a job. This rendezvous records no events.
 """
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,6 +40,7 @@ BACKEND: Final = "c10d-quick"
 """Name of the rendezvous for `--rdzv-backend`, after `register`."""
 
 _POLL_SECONDS = 0.1
+_REPORT_SECONDS = 15.0
 _LEAVE_SECONDS = 3.0  # time for spare nodes to notice the end of a job
 _YIELD_SECONDS = 30.0  # time for a spare node to replace a slow node; afterwards the slow node joins again
 _NODES_PER_SECOND = 256  # polls of all nodes together; above 25 nodes, each node polls less often
@@ -71,15 +74,30 @@ class QuickRendezvous(DynamicRendezvousHandler):
         self._seen: set[Any] = set()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round, as torch's handler does."""
+        """Join the next round, as torch's handler does. After 15 s, print how many nodes are missing."""
+        timer = threading.Timer(_REPORT_SECONDS, lambda: print(self._describe_wait(), file=sys.stderr, flush=True))
+        timer.daemon = True
+        timer.start()
         try:
             joined = super().next_rendezvous()
         except RendezvousGracefulExitError:
             self._leave_spares()
             raise
+        finally:
+            timer.cancel()
         self._ranks = dict(self._state_holder.state.participants)
         self._seen.update(self._ranks)
         return joined
+
+    def _describe_wait(self) -> str:
+        state, needed = self._state_holder.state, self.settings.min_nodes
+        if state.redundancy_list:
+            return f"d9d-torchrun: {self._this_node.addr} waits as a spare node of {self.host}."
+        present = sorted({node.addr for node in (*state.participants, *state.wait_list)})
+        return (
+            f"d9d-torchrun: after {_REPORT_SECONDS:g} s, {len(state.participants)} of {needed} nodes have joined the "
+            f"rendezvous at {self.host} ({', '.join(present[:8])}). Start d9d-torchrun on the missing nodes."
+        )
 
     def shutdown(self) -> bool:
         """Close the rendezvous, and wait until the spare nodes have left: this node may hold the store."""

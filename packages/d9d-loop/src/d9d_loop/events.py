@@ -222,7 +222,8 @@ class TrainResult:
         steps: Number of completed steps, including those before a resume.
         evaluation: Loss and task metrics of the last evaluation, by name; empty without evaluation.
         weight_per_second: Mean throughput since the last start or resume, in units of the loss weight, e.g. tokens.
-        export_dir: Folder of the exported model; `None` without an export.
+        export_dir: Folder of the exported model; `None` if the run has no export. With `export = false` or
+            `evaluation.only`, the export of an earlier start of the run.
     """
 
     steps: int

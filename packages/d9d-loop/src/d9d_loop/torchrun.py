@@ -18,14 +18,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from multiprocessing import forkserver
 
-from torch.distributed import run
+from torch.distributed import DistNetworkError, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from d9d_dist.failures import NODE_FOLDER
 from d9d_loop import elastic_agent, elastic_rendezvous, warm_rank
 from d9d_loop.rank_ends import RankEnds
-from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
+from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN, ExitCode
 from d9d_loop.resilience.launcher_watch import LAUNCHER
 from d9d_loop.resilience.lost_terminal import drop_lost_terminal, terminals
 
@@ -38,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: If a rank failed, with the exit code of the rank that failed first: 128 plus the number of a signal
-            that killed it. If this process received a signal, with the code of its ranks, such as 75 after a save, or
-            128 plus the number of the signal if there are no ranks.
+            that killed it. With code 2 if the address of the job's store is in use. If this process received a signal,
+            with the code of its ranks, such as 75 after a save, or 128 plus the number of the signal if there are no
+            ranks.
     """
     os.environ[QUIET_TORCHRUN] = "1"
     os.environ[LAUNCHER] = str(os.getpid())
@@ -62,9 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ChildFailedError:
         print(ends.describe(), file=sys.stderr)
         raise SystemExit(ends.exit_code()) from None
+    except (DistNetworkError, RendezvousConnectionError) as error:
+        print(_describe_network(options, error), file=sys.stderr)
+        raise SystemExit(ExitCode.USER_ERROR) from None
     except SignalException as received:
         drop_lost_terminal(descriptors)
         raise SystemExit(ends.exit_code(default=128 + received.sigval)) from None
+
+
+def _describe_network(options: Namespace, error: Exception) -> str:
+    """Return the message about an address at which this node can neither listen nor reach the store of the job."""
+    address = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    return (
+        f"d9d-torchrun: this node can neither listen at {address} nor reach the job's store there: {error}. If another "
+        "job of this host has the port, choose a free one with --master-port or --rdzv-endpoint, or use --standalone."
+    )
 
 
 def _parser() -> ArgumentParser:

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 
 from d9d_dist import UserError
 
@@ -21,7 +22,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [index for index, frame in enumerate(frames) if _is_d9d(frame.filename) and frame.name not in _WRAPPERS]
-    return [frame for frame in frames[ours[0] :] if _is_users(frame.filename)] if ours else []
+    return [frame for frame in frames[ours[0] :] if is_users(frame.filename)] if ours else []
 
 
 @contextmanager
@@ -53,12 +54,18 @@ def describe_frame(frame: traceback.FrameSummary) -> str:
     return f"{shown}, line {frame.lineno}, in {frame.name}: {frame.line}"
 
 
+def describe_place(code: CodeType, line: int) -> str:
+    """Return file, line, function and source line of running code."""
+    return describe_frame(traceback.FrameSummary(code.co_filename, line, code.co_name))
+
+
 def _is_d9d(name: str) -> bool:
     files = [str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith("d9d_")]
     return any(Path(name).is_relative_to(Path(file).parent) for file in files if file.endswith("__init__.py"))
 
 
-def _is_users(name: str) -> bool:
+def is_users(name: str) -> bool:
+    """Return True for a file of the user's code."""
     path = Path(name)
     is_library = path.is_relative_to(sysconfig.get_path("stdlib")) or bool(_INSTALLED & set(path.parts))
     return path.is_absolute() and not is_library and not _is_d9d(name)

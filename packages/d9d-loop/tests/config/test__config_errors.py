@@ -6,6 +6,9 @@ from pydantic import BaseModel, Field, model_validator
 
 from d9d_dist import UserError
 from d9d_loop import Section, TrainerConfig, validate_config
+from d9d_loop.config._config_keys import all_keys
+from d9d_loop.config._other_trainers import OTHER_NAMES
+from d9d_loop.jobs.job_config import TextJobConfig
 
 BATCH = {"batch": {"global_size": 8}}
 JOB = {"steps": 3, **BATCH}
@@ -246,3 +249,42 @@ def test_all_errors_are_listed_at_once() -> None:
         "mesh.data_parallel_shard: got 0; expected a positive number of ranks, or -1 for all remaining ranks.",
         "stps is not a configuration key; did you mean steps?",
     ]
+
+
+def test_each_name_of_another_trainer_suggests_a_key_that_exists() -> None:
+    known, sections = [key.name for key in all_keys(TextJobConfig)], {"batch", "data", "plan"}
+    assert set(OTHER_NAMES.values()) <= set(known)
+    assert not {name for name, ours in OTHER_NAMES.items() if name in known and name not in sections and name != ours}
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("learning-rate", "optimizer.learning_rate"),
+        ("weight_decay", "optimizer.weight_decay"),
+        ("optim", "optimizer.kind"),
+        ("max_grad_norm", "gradients.max_norm"),
+        ("optimizer.max_grad_norm", "gradients.max_norm"),
+        ("batch_size", "batch.global_size"),
+        ("batch.batch_size", "batch.global_size"),
+        ("per_device_train_batch_size", "batch.microbatch_size"),
+        ("gradient_accumulation_steps", "batch.microbatch_size"),
+        ("batch.gradient_accumulation_steps", "batch.microbatch_size"),
+        ("max_steps", "steps"),
+        ("num_train_epochs", "epochs"),
+        ("bf16", "precision"),
+        ("output_dir", "run.folder"),
+        ("run.output_dir", "run.folder"),
+        ("warmup_steps", "lr_schedule.warmup_steps"),
+    ],
+)
+def test_names_of_other_trainers_suggest_our_key(name: str, ours: str) -> None:
+    *sections, key = name.split(".")
+    values: dict[str, Any] = {key: 1}
+    for section in reversed(sections):
+        values = {section: {**(BATCH["batch"] if section == "batch" else {}), **values}}
+    problems = _problems(TrainerConfig, {**JOB, **values})
+    assert [problem for problem in problems if f"; did you mean {ours}?" in problem], problems

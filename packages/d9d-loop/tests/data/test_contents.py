@@ -160,7 +160,9 @@ def _message_on_ranks(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["part", "unseeded"])
 def test_data_that_differ_between_ranks_are_an_error(kind: str) -> None:
     for message in run_ranks(_message_on_ranks, kind, world_size=2):
-        assert message.startswith("the training data differs between the 2 ranks: rank 1 differs from rank 0;")
+        assert message.startswith(
+            "the training data differs between the 2 ranks: rank 1 differs from rank 0 in indexed.contents;"
+        )
         assert message.endswith("data that are made with random numbers need a fixed seed.")
 
 

@@ -20,9 +20,11 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Mlp(nn.Module):
-    def __init__(self, activation: Activation | nn.Module) -> None:
+    def __init__(self, activation: Activation | nn.Module, width: int = 4, *, deeper: bool = False) -> None:
         super().__init__()
-        self.up, self.activation, self.down = nn.Linear(3, 4), activation, nn.Linear(4, 1)
+        self.up, self.activation, self.down = nn.Linear(3, width), activation, nn.Linear(width, 1)
+        if deeper:
+            self.more = nn.Linear(1, 1)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of the task's input
         return self.down(self.activation(self.up(input)))
@@ -92,10 +94,11 @@ def _train(folder: Path, what: str) -> str:
         "seed": 1 if is_odd and what == "configuration" else 0,
     }
     activation = functional.gelu if is_odd and what == "model" else functional.relu
+    width = 5 if is_odd and what == "structure" else 4
     trainer = Trainer(
         TrainerConfig.model_validate(values),
-        model=lambda stage: _Mlp(activation),
-        data=[{"x": torch.ones(3)}] * 4,
+        model=lambda stage: _Mlp(activation, width, deeper=is_odd and what == "layer"),
+        data=[{"x": torch.ones(3)}] * (5 if is_odd and what == "length" else 4),
         task=_Regression(1 if is_odd and what == "task" else 2, is_main=not is_odd),
     )
     try:
@@ -109,7 +112,22 @@ _EXPECTED = {
     "nothing": "",
     "model": "the model differs between the 2 ranks: rank 1 differs from rank 0 in _Mlp; expected equal values.",
     "task": "the code of the job differs between the 2 ranks: rank 1 differs from rank 0 in the task's distance;",
-    "configuration": "the configuration differs between the 2 ranks: rank 1 differs from rank 0 in seed, optimi",
+    "configuration": (
+        "the configuration differs between the 2 ranks: rank 1 differs from rank 0 in seed (0 on "
+        "rank 0, 1 on rank 1), optimizer.learning_rate (0.2 on rank 0, 0.1 on rank 1); expected equal values."
+    ),
+    "structure": (
+        "the structure of the model differs between the 2 ranks: rank 1 differs from rank 0 in up.weight "
+        "(float32[4, 3] on rank 0, float32[5, 3] on rank 1), up.bias (float32[4] on rank 0, "
+    ),
+    "layer": (
+        "the structure of the model differs between the 2 ranks: rank 1 differs from rank 0 in more.weight (absent "
+        "on rank 0, float32[1, 1] on rank 1)"
+    ),
+    "length": (
+        "the training data differs between the 2 ranks: rank 1 differs from rank 0 in indexed.samples (4 on "
+        "rank 0, 5 on rank 1)"
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 import io
 import re
+import time
 from contextlib import redirect_stderr
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_terminal_shows_a_bar_with_values(capsys: pytest.CaptureFixture[str]) 
 
 def test_without_a_bar_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert _draw(bar=False) == ""
-    assert capsys.readouterr().out == "step 1/4:  loss 2.5  learning_rate 1e-05\nheld-out loss 3\n"
+    assert capsys.readouterr().out == ("step 1/4:  loss 2.5  learning_rate 1e-05  0:00:00 elapsed\nheld-out loss 3\n")
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,12 +51,21 @@ def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == ""
 
 
-def test_a_log_file_gets_a_line_at_most_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=4, done=0, visible=True, device=CPU, bar=False)
-    for step in range(1, 5):
+def test_a_log_file_gets_each_report_with_elapsed_and_remaining_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([0.0, 60.0, 120.0, 3700.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    progress = Progress(num_steps=10, done=2, visible=True, device=CPU, bar=False)
+    for step in (3, 4, 10):
         progress.values(step, {"loss": float(step)})
+    monkeypatch.undo()
     progress.close()
-    assert capsys.readouterr().out == "step 1/4:  loss 1\nstep 4/4:  loss 4\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "step 3/10:  loss 3  0:01:00 elapsed, 0:07:00 remaining",
+        "step 4/10:  loss 4  0:02:00 elapsed, 0:06:00 remaining",
+        "step 10/10:  loss 10  1:01:40 elapsed, 0:00:00 remaining",
+    ]
 
 
 def test_evaluations_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -434,6 +434,7 @@ def test_a_run_is_evaluated_without_training(tmp_path: Path) -> None:
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     after = _trainer(tmp_path, evaluate=True, evaluation=only, steps=1).train()
     assert (after.steps, after.evaluation) == (trained.steps, trained.evaluation)
+    assert (before.export_dir, after.export_dir) == (None, trained.export_dir)
     assert before.evaluation["loss"] > after.evaluation["loss"]
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from d9d_loop.config._config_keys import Place, all_keys, locate, sections_of
+from d9d_loop.config._other_trainers import OTHER_NAMES
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
@@ -48,11 +49,14 @@ def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str])
 def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list[str]:
     """Return the full names to suggest for an unknown key.
 
-    The suggestion is the most similar key of the same section. If no key is similar, all keys of this name in other
-    sections are suggested, or else the most similar full name. There is no suggestion if another kind of the section
-    has the key.
+    The suggestion is our key for a name of another trainer, or the most similar key of the same section. If no key is
+    similar, all keys of this name in other sections are suggested, or else the most similar full name. There is no
+    suggestion if another kind of the section has the key.
     """
     section, dot, key = name.rpartition(".")
+    ours = OTHER_NAMES.get(key.lower().replace("-", "_"))
+    if ours is not None and ours != name and any(other.name == ours for other in all_keys(model)):
+        return [ours]
     if close := difflib.get_close_matches(key, siblings, n=1):
         return [f"{section}{dot}{close[0]}"]
     known = list(dict.fromkeys(other.name for other in all_keys(model) if not sections_of(other.annotation)))

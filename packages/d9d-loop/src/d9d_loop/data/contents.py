@@ -6,7 +6,6 @@ datasets are compared by their lengths and by a few samples, which are read for 
 
 import ctypes
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -58,7 +57,7 @@ def contents_of(samples: Any) -> JsonValue:
 def agree_on_data(identities: Mapping[str, JsonValue]) -> None:
     """Raise `UserError` on all ranks if identities of data, by their names in the message, differ. Collective."""
     try:
-        agree(same={name: json.dumps(each, sort_keys=True) for name, each in identities.items()})
+        agree(same={name: _texts_of(each) for name, each in identities.items()})
     except UserError as error:
         raise UserError(
             f"{error} Each rank must pass the whole data, not a part such as data[rank::world_size], because the job "
@@ -70,7 +69,20 @@ def identity_of(data: Samples | SampleStream | None) -> JsonValue:
     """Return the identity of a stream, or the length and the contents of a dataset. Reads samples."""
     if data is None:
         return None
-    return data.identity() if isinstance(data, SampleStream) else [len(data), contents_of(data)]
+    return data.identity() if isinstance(data, SampleStream) else {"samples": len(data), "contents": contents_of(data)}
+
+
+def _texts_of(identity: JsonValue) -> dict[str, str]:
+    return dict(flatten(identity if isinstance(identity, Mapping) else {"identity": identity}))
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each value of nested mappings under its dotted key, as text."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", repr(value)
 
 
 def check_repeatable(read: Callable[[], Any], *, num_workers: int = 0) -> None:

@@ -143,7 +143,8 @@ class TrainStep:
 
         Raises:
             UserError: On this rank, if the statistics of batch norms would include its stand-ins; if the result of
-                `loss` is not a `Loss` of 0-dim values; or if an earlier call failed.
+                `loss` is not a `Loss` of 0-dim values; if an in-place operation changed a value that backward needs; or
+                if an earlier call failed.
         """
         self._refuse_partial_gradients()
         self._refuse_unfrozen()
@@ -172,7 +173,8 @@ class TrainStep:
         ]
         executor = self._executor(len(batches))
         self._has_failed = True  # until all microbatches are done
-        timeline = executor.measured_step(inputs, take_loss) if measured else executor.step(inputs, take_loss)
+        with _in_place_explained():
+            timeline = executor.measured_step(inputs, take_loss) if measured else executor.step(inputs, take_loss)
         self._has_failed = False
         return timeline
 
@@ -325,6 +327,22 @@ def _checked(loss: object) -> Loss:
                 f"Loss.{name} has shape {tuple(value.shape)}; expected a 0-dim tensor: the sum over the microbatch."
             )
     return loss
+
+
+@contextmanager
+def _in_place_explained() -> Generator[None]:
+    """Convert torch's error about in-place operations to a `UserError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        value = str(error).partition("inplace operation: ")[2].partition(". Hint")[0]
+        raise UserError(
+            f"the backward of the step fails: an in-place operation has changed a value that backward needs ({value}). "
+            "Use an operation that returns a new tensor, such as x = x + y for x += y, or inplace=False. "
+            "torch.autograd.set_detect_anomaly(True) prints the line that computed the value."
+        ) from error
 
 
 def _zero_loss(outputs: Any) -> Tensor:

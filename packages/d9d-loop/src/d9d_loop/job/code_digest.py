@@ -9,7 +9,7 @@ import inspect
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from d9d_loop.job.plan import JobPlan
+from d9d_loop.model.built_model import describe_tensors
 
 Parts: TypeAlias = dict[str, str]
 _PACKAGES = ("d9d-dist", "d9d-state", "d9d-modules", "d9d-moe", "d9d-pipeline", "d9d-peft", "d9d-metrics", "d9d-loop")
@@ -41,6 +42,7 @@ def describe_code(plan: JobPlan) -> dict[str, Parts]:
     return {
         "the software": _versions(),
         "the script": {"its text": _script()},
+        "the structure of the model": describe_tensors(plan.model.built.tensors),
         "the model": dict(describe_model(plan.model.built.module)),
         "the code of the job": {name: _describe(value, set()) for name, value in user.items()},
     }
@@ -134,12 +136,3 @@ def _is_installed(value: Any) -> bool:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is None or file.startswith(_INSTALLED) or name.startswith("d9d_")
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each value of nested mappings under its dotted key, as text."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", repr(value)

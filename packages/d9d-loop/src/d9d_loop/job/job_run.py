@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d9d_dist import UserError, refuse_later_writes
+from d9d_dist import UserError, gather_json, refuse_later_writes
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.events import (
     BadStepFound,
@@ -104,7 +104,7 @@ def evaluate_job(job: Job) -> TrainResult:
     assert job.evaluate is not None
     with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         job.record.evaluation = job.evaluate()
-    return _result_of(job, export_dir=None)
+    return _result_of(job)
 
 
 def _next_batches(job: Job) -> list[Any]:
@@ -277,30 +277,37 @@ def _finish(job: Job) -> TrainResult:
     with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
         dtype_of = job.plan.model.provider.export_dtype
         check_finite(job.engine.model, step=job.record.step, ctx=job.ctx, dtype_of=dtype_of)
-        result = _result_of(job, export_dir=_export(job) if job.plan.config.export else None)
+        if job.plan.config.export:
+            _export(job)
+        result = _result_of(job)
         forward = job.engine.pipeline.callable()
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))
     job.journal.ended(job.record.step, "finished")
     return result
 
 
-def _result_of(job: Job, *, export_dir: Path | None) -> TrainResult:
-    """Return the result of a job after its last completed step."""
-    record = job.record
+def _result_of(job: Job) -> TrainResult:
+    """Return the result of a job after its last completed step. Collective: all ranks report what rank 0 sees."""
+    record, folder = job.record, _export_folder(job)
+    has_export = gather_json(folder.is_dir())[0]
     return TrainResult(
         steps=record.step,
         train_loss=math.nan if record.train_loss is None else record.train_loss,
         evaluation=dict(record.evaluation),
         weight_per_second=record.weight_per_second or 0.0,
         run_dir=job.plan.config.run.dir,
-        export_dir=export_dir,
+        export_dir=folder if has_export else None,
     )
 
 
-def _export(job: Job) -> Path:
+def _export_folder(job: Job) -> Path:
+    return job.plan.config.run.dir / "export"
+
+
+def _export(job: Job) -> None:
     """Export the model, with the tokenizer and other files of the initial weights. Collective."""
     config, provider = job.plan.config, job.plan.model.provider
-    folder = config.run.dir / "export"
+    folder = _export_folder(job)
     source = config.initial_weights or provider.initial_weights
     if source is not None and not source.is_dir():  # removed since the first start; an earlier export has the files
         if not folder.is_dir():
@@ -319,4 +326,3 @@ def _export(job: Job) -> Path:
             progress=config.logging.progress,
         )
     job.events.emit(ModelExported(job.plan.steps, folder))
-    return folder

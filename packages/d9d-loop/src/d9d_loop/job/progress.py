@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 from tqdm import tqdm
@@ -11,14 +12,14 @@ from d9d_metrics import peak_bytes
 _HIDDEN = ("learning_rate", "grad_norm", "peak_memory_gib")
 """Values that the progress bar omits; the trackers and the report have them."""
 
-_LINE_SECONDS = 10.0  # minimum time between two lines without a bar, except those of the first and the last step
 _GIB = 2**30
 
 
 class Progress:
     """Progress bar over the steps of a job, with the last reported values.
 
-    The bar shows the step, the steps per second, the remaining time, the values, and this process's peak memory.
+    The bar shows the step, the steps per second, elapsed and remaining time, the values, and the peak memory of this
+    process. Without a bar, each call of `values` prints a line, with the elapsed and the remaining time.
 
     Args:
         num_steps: Number of steps of the whole job.
@@ -38,7 +39,7 @@ class Progress:
     ) -> None:
         self._device = device
         self._visible, self._num_steps = visible, num_steps
-        self._printed_at: float | None = None
+        self._start, self._done = time.monotonic(), done
         self._columns: list[str] = []
         # With disable=None, tqdm draws no bar if standard error is not a terminal.
         disable = None if visible and bar else True
@@ -78,12 +79,17 @@ class Progress:
         self._bar.close()
 
     def _print_values(self, step: int, values: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        is_due = self._printed_at is None or now - self._printed_at >= _LINE_SECONDS
-        if is_due or step == self._num_steps:
-            self._printed_at = now
-            shown = [f"{name} {value:.4g}" for name, value in values.items()]
-            self.line("  ".join([f"step {step}/{self._num_steps}:", *shown]))
+        elapsed, num_steps = time.monotonic() - self._start, step - self._done
+        times = [f"{_duration(elapsed)} elapsed"]
+        if num_steps > 0:
+            times.append(f"{_duration(elapsed / num_steps * (self._num_steps - step))} remaining")
+        shown = [f"{name} {value:.4g}" for name, value in values.items()]
+        self.line("  ".join([f"step {step}/{self._num_steps}:", *shown, ", ".join(times)]))
+
+
+def _duration(seconds: float) -> str:
+    """Format a time in hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _row(first: str, cells: list[str]) -> str:

@@ -25,6 +25,7 @@ from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.samples import Samples
+from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.sum_check import check_sum
@@ -122,12 +123,16 @@ class _Rehearsal:
             )
         inputs = to_inputs(given)
         self._check_arguments(inputs)
-        with refuse_lost_writes(self._model) if self._plan.model.shards_by_default else nullcontext():
-            outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
-        self._outputs = outputs
-        loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
+        in_place = InPlaceCheck(self._model)
+        with in_place:
+            with refuse_lost_writes(self._model) if self._plan.model.shards_by_default else nullcontext():
+                outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
+            self._outputs = outputs
+            loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
         if torch.is_grad_enabled():
             check_loss(self._task, loss, outputs)
+            if problem := in_place.message(loss.total):
+                raise UserError(problem)
         metrics = _call(f"{self._name}.metrics", self._task.metrics)
         _call(
             f"{self._name}.update_metrics",

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data.contents import agree_on_data
+from d9d_loop.data.contents import agree_on_data, flatten
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.code_digest import describe_code, flatten
+from d9d_loop.job.code_digest import describe_code
 from d9d_loop.job.earlier_run import check_progress, keep_earlier_files, read_earlier_run
 from d9d_loop.job.end_command import run_command
 from d9d_loop.job.job import Job, build_job
@@ -21,7 +21,7 @@ from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.resilience.launcher_watch import LauncherWatch
-from d9d_metrics import redact_text
+from d9d_metrics import redact_secrets, redact_text
 from d9d_state import CheckpointStore, locked_folder
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
 def _agree_on_plan(plan: JobPlan, ctx: DistributedContext) -> None:
     """Raise `UserError` on all ranks if a rank has other code, another configuration or other data. Collective."""
     code = describe_code(plan) if ctx.world_size > 1 else {}
-    agree(same={**code, "the configuration": dict(flatten(plan.resolved))})
+    agree(same={**code, "the configuration": dict(flatten(redact_secrets(plan.resolved)))})
     agree_on_data({"the training data": plan.data_identity(), "the evaluation data": plan.evaluation_identity()})
 
 

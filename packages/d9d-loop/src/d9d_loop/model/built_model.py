@@ -6,7 +6,6 @@ are distributed. A host never holds more than one whole copy of the model.
 """
 
 import fcntl
-import json
 import os
 import random
 import sys
@@ -101,16 +100,21 @@ def build_with_values(
     return module, built_values(module, ignore_meta=provider.initial_weights is not None)
 
 
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return dtype, shape and, for frozen parameters and buffers, the lack of gradients, by name."""
+    return {
+        name: f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}{'' if each.requires_grad else ' frozen'}"
+        for name, each in tensors.items()
+    }
+
+
 def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
     """Print on rank 0 the names of the tensors whose values differ between ranks.
 
     Collective over all ranks: an agreement check of the structure and an all-gather of 8 bytes per tensor. All ranks
     raise `UserError` if the structure differs.
     """
-    structure = [
-        (name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in model.tensors.items()
-    ]
-    agree(same={"the structure of the model": json.dumps(structure)})
+    agree(same={"the structure of the model": describe_tensors(model.tensors)})
     assert model.digests is not None
     mine = torch.tensor(list(model.digests.values()), dtype=torch.int64, device=ctx.device)
     digests = mine.new_empty(ctx.world_size * mine.numel())
