@@ -60,6 +60,21 @@ def test_a_batch_on_several_ranks_has_the_same_advantages() -> None:
         assert_close(values, _expected(baseline, scale)[order.long()], msg=f"{baseline}, {scale}")
 
 
+def _forget_the_group() -> str:
+    group = init_device_mesh("cpu", (2,)).get_group()
+    own = 2 * group.rank() == PROMPTS
+    with pytest.raises(UserError) as error:
+        normalize_advantages(REWARDS[own], PROMPTS[own], num_prompts=4)
+    normalize_advantages(REWARDS, PROMPTS, num_prompts=4)  # each rank holds all answers
+    return str(error.value)
+
+
+def test_a_forgotten_group_is_an_error() -> None:
+    first, second = run_ranks(_forget_the_group, world_size=2)
+    assert first.startswith("group = None, but this rank has no answer of 3 of 4 prompts, such as prompt 1; expected")
+    assert "such as prompt 0; expected the answers of all prompts, or a group. Pass group=ctx" in second
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UserError, match=r"a prompt id is out of range; expected 0 to num_prompts - 1 = 2"):
         normalize_advantages(REWARDS, PROMPTS, num_prompts=3)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from d9d_dist.counter_random import mix_bits, uniform_at
 from d9d_dist.errors import UserError
 from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
-from d9d_modules.shared_rows import shared_row_seeds, sharing_of
+from d9d_modules.shared_rows import sharded_groups, shared_row_seeds, sharing_of
 
 
 @final
@@ -88,8 +88,9 @@ def generate(
             the row's seed and the token's index, and not on how rows are split over batches and ranks.
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
-        group: Ranks that stop together. Required with `stop_tokens` if ranks that share parameters have different rows:
-            otherwise the other ranks would wait for a rank whose rows have ended. One all-reduce per token.
+        group: Ranks that stop together, because they share parameters and have different rows: others would wait for a
+            rank whose rows have ended. None for the ranks over which the parameters of a module are sharded; required
+            with `stop_tokens` for other callables. One all-reduce per token.
         rows_group: Ranks that compute the same rows; None if the model declares them (`SharesRows`), or is a module.
         on_tokens: Called with the tokens [B] of each step, to stream text; None for no callback.
 
@@ -119,6 +120,7 @@ def generate(
         }
         rows = [input_ids, prompt_mask, row_seeds]
         row_seeds = shared_row_seeds(rows, options, sharing, generator=generator)
+    groups = [group] if group is not None else sharded_groups(model)
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
     tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
     choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)
@@ -132,7 +134,7 @@ def generate(
         )
         try:
             for step in range(max_new_tokens):
-                if step > 0 and stop_tokens and tokens.all_done(group):
+                if step > 0 and stop_tokens and tokens.all_done(groups):
                     break
                 logits_BV = compute(tokens.ids, tokens.context_mask)
                 next_B = tokens.append(choose(logits_BV, step), logits_BV)
@@ -169,10 +171,10 @@ class _Tokens:
         self._is_done_B = self._is_done_B | torch.isin(next_B1.squeeze(1), self._stops)
         return next_B1.squeeze(1)
 
-    def all_done(self, group: dist.ProcessGroup | None) -> bool:
-        """Return True if all rows have ended, on all ranks of `group`. One all-reduce with a group."""
+    def all_done(self, groups: Sequence[dist.ProcessGroup]) -> bool:
+        """Return True if all rows have ended, on all ranks of nested groups. One all-reduce for each group."""
         is_done = self._is_done_B.all().to(torch.int32)
-        if group is not None:
+        for group in groups:
             dist.all_reduce(is_done, op=dist.ReduceOp.MIN, group=group)
         return bool(is_done.item())
 

@@ -48,6 +48,22 @@ def sharing_of(model: Any) -> tuple[dist.ProcessGroup | None, int]:
     return None, 1
 
 
+def sharded_groups(model: Any) -> list[dist.ProcessGroup]:
+    """Return the groups over which the parameters of a module are sharded, except by tensor parallelism."""
+    found: dict[dist.ProcessGroup, None] = {}
+    for parameter in model.parameters() if isinstance(model, nn.Module) else ():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, placement in enumerate(parameter.placements):
+                if (
+                    placement.is_shard()
+                    and mesh.size(axis) > 1
+                    and (mesh.mesh_dim_names or ())[axis : axis + 1] != ("tp",)
+                ):
+                    found[mesh.get_group(axis)] = None
+    return list(found)
+
+
 def shared_row_seeds(
     rows: Sequence[Tensor | None],
     options: Mapping[str, Any],

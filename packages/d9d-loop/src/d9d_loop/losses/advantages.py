@@ -53,7 +53,8 @@ def normalize_advantages(
         group: Ranks that hold the answers of the batch: the data-parallel ranks. None if this rank holds all of them.
 
     Raises:
-        UserError: If the shapes differ, or a prompt id on the CPU is out of range.
+        UserError: If the shapes differ, or a prompt id on the CPU is out of range. Also if several ranks run without
+            `group`, and this rank has no answer of a prompt.
     """
     if rewards_S.shape != prompt_ids_S.shape or rewards_S.dim() != 1:
         raise UserError(
@@ -62,12 +63,26 @@ def normalize_advantages(
         )
     if prompt_ids_S.device.type == "cpu" and ((prompt_ids_S < 0) | (prompt_ids_S >= num_prompts)).any():
         raise UserError(f"a prompt id is out of range; expected 0 to num_prompts - 1 = {num_prompts - 1}.")
+    if group is None and prompt_ids_S.device.type == "cpu":
+        _check_all_here(prompt_ids_S, num_prompts)
     values_S = rewards_S.detach().double()
     sums = _Sums(prompt_ids_S, num_prompts, group)
     counts_S = sums.of_prompts(torch.ones_like(values_S))
     values_S = _subtract_baseline(values_S, baseline, sums, counts_S)
     advantages_S = _divide_by_scale(values_S, scale, sums, counts_S, epsilon=epsilon)
     return advantages_S.to(torch.promote_types(rewards_S.dtype, torch.float32))
+
+
+def _check_all_here(prompt_ids_S: Tensor, num_prompts: int) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    missing = sorted(set(range(num_prompts)) - set(prompt_ids_S.tolist()))
+    if missing:
+        raise UserError(
+            f"group = None, but this rank has no answer of {len(missing)} of {num_prompts} prompts, such as prompt "
+            f"{missing[0]}; expected the answers of all prompts, or a group. Pass group=ctx.group_for('batch', 'dp') "
+            "if the data-parallel ranks hold the answers of the batch, or number only the prompts of this rank."
+        )
 
 
 def _difference(values_S: Tensor, mean: Tensor, count: Tensor) -> Tensor:
