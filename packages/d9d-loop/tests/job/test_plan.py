@@ -265,7 +265,11 @@ def test_a_run_that_completed_all_steps_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "shuffle", "message"),
     [
-        ({"seed": 5}, True, r"data\.indexed\.seed was 0, and now is 5\n.* or --run\.name for a new run\."),
+        (
+            {"seed": 5},
+            True,
+            r"data\.indexed\.seed was 0, and now is 5\n.* --run\.name for a new run, or --run\.adopt true to ",
+        ),
         ({}, False, r"data\.indexed\.shuffle was true, and now is false\n"),
     ],
 )
@@ -296,6 +300,8 @@ def test_a_run_keeps_its_data(data: list[Tensor], line: str, tmp_path: Path) -> 
     )
     with pytest.raises(UserError, match=message):
         plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(data))
+    adopting = _config(tmp_path, run={"folder": tmp_path / "runs", "adopt": True})
+    plan_job(adopting, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(data))
 
 
 class _TakesNames(_Nothing):

@@ -160,6 +160,7 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
         "journal.jsonl",
         "metrics.jsonl",
         "report.html",
+        "status.json",
     ]
     assert sorted(path.name for path in run.iterdir()) == files
     assert [info.step for info in CheckpointStore(run / "checkpoints").complete()] == [6, 3]

@@ -78,7 +78,9 @@ class TrainingRunConfig(RunConfig):
         description="Start at step 0 if the run has progress, but its checkpoints are missing; its figures and export "
         "are renamed. Has no effect if there is a checkpoint.",
     )
-    adopt: bool = Field(default=False, description="Continue from a checkpoint of another run.")
+    adopt: bool = Field(
+        default=False, description="Continue from a checkpoint of another run, or at the same position of other data."
+    )
     on_failure: str | None = Field(
         default=None,
         description="Shell command that the rank that fails first runs; the status is in variables such as D9D_ERROR.",

@@ -181,10 +181,12 @@ def plan_job(
         )
     if optimizer is None:
         config.optimizer.check(whole)
-    needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None)
+    weights = config.initial_weights or model.initial_weights
+    code = source_digests(weights)
+    needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=code)
     export_mapper = export_mapper_of(model, whole) if config.export else None
     if needs_weights:
-        layout = layout.with_weights("initial_weights", config.initial_weights or model.initial_weights)
+        layout = layout.with_weights("initial_weights", weights)
     build_lr_schedule = config.lr_schedule.build if lr_schedule is None else lambda _steps: lr_schedule
     factor = build_lr_schedule(steps)
     check_learning_rates(factor, steps)
@@ -208,7 +210,7 @@ def plan_job(
         evaluation_identity=evaluation_identity,
         export_mapper=export_mapper,
         changes=changes,
-        code=source_digests(),
+        code=code,
     )
 
 

@@ -1,5 +1,6 @@
 """Check of a job against the newest checkpoint of its run, before a process group starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -14,7 +15,6 @@ from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_state import Record, frozen_digest_of
 from d9d_loop.job.resume_settings import changes, describe, effect_of
-from d9d_loop.job.source_digests import source_digests
 from d9d_loop.optimizers.optimizer import OptimizerConfig, OptimizerSettings, optimizer_kinds
 from d9d_metrics import redact_secrets
 from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, check_same_model
@@ -72,14 +72,16 @@ def progress_of(info: CheckpointInfo | None) -> Progress:
 
 
 def check_data(info: CheckpointInfo, data_identity: JsonValue, config: TrainerConfig) -> None:
-    """Raise `UserError` if the training data or their order differ from those of the checkpoint."""
+    """Raise `UserError` if the training data or their order differ from the checkpoint's, unless `run.adopt` is set."""
     state: Any = info.state
-    if lines := [describe(change) for change in changes(state["data_identity"], data_identity, "data")]:
+    lines = [describe(change) for change in changes(state["data_identity"], data_identity, "data")]
+    if lines and not config.run.adopt:
         # Some samples would be skipped and others repeated.
         raise UserError(
             f"the run in {config.run.dir} was started with other training data, or with another order of the data:\n"
             + "\n".join(lines)
-            + "\nA resumed run must continue the same stream. Use the same data and seed, or --run.name for a new run."
+            + "\nA resumed run must continue the same stream. Use the same data and seed, --run.name for a new run, or "
+            "--run.adopt true to continue at the same position of these data."
         )
 
 
@@ -136,11 +138,17 @@ def _available_steps(config: TrainerConfig, stream: SampleStream, progress: Prog
 
 
 def check_checkpoint(
-    info: CheckpointInfo | None, config: TrainerConfig, model: nn.Module, *, has_optimizer: bool
+    info: CheckpointInfo | None,
+    config: TrainerConfig,
+    model: nn.Module,
+    *,
+    has_optimizer: bool,
+    code: Mapping[str, str],
 ) -> tuple[bool, list[str]]:
     """Check the newest readable checkpoint against the job.
 
-    With `has_optimizer`, the caller passed an optimizer, which replaces the configured one.
+    With `has_optimizer`, the caller passed an optimizer, which replaces the configured one. `code` has the digests of
+    `source_digests`.
 
     Returns:
         True if the job needs its initial weights: if no checkpoint is readable, or if checkpoints contain only
@@ -169,8 +177,7 @@ def check_checkpoint(
     if not has_optimizer and any(name.startswith("optimizer.") for name, _, _ in found):
         _check_optimizers(before["optimizer"], config.optimizer, model)
     lines = [describe(change) for change in found if effect_of(change[0]) == "reported"]
-    code = changes(state["code"], dict(source_digests()), known_only=True)
-    lines += [f"  the code of {name} has changed" for name, _, _ in code]
+    lines += [f"  {name} has changed" for name, _, _ in changes(state["code"], dict(code), known_only=True)]
     return trainable_only or config.checkpoint.trainable_only, lines
 
 
