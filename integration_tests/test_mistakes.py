@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mistakes_table import BEFORE, NEVER, ROWS, Row
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -18,6 +19,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig, TrainResult, cli_main
 from d9d_loop.resilience.bad_steps import BadStepError
 
+ROOT = Path(__file__).resolve().parents[1]
 Batch = dict[str, torch.Tensor]
 
 
@@ -306,6 +308,35 @@ def _named(argument: str) -> Task:
             return {argument: batch["x"]}
 
     return Named()
+
+
+def _table() -> list[str]:
+    """Return the rows of the table in docs/when_something_fails.md."""
+    own = [Row(name, BEFORE, _readable(message), 2, "") for name, (_, _, message) in MISTAKES.items()]
+    return [f"| {each.mistake} | {each.seen} | {each.message} | {each.code or '-'} |" for each in (*own, *ROWS)]
+
+
+def _readable(pattern: str) -> str:
+    """Return a regular expression of a message as a text in backquotes, with dots for what varies."""
+    text = re.sub(
+        r"\(\.\*\(?\\n\.\*\)\*|\\d\+|\(?\.\*\(\\n\.\*\)\*|\.\*|\\n| \+",
+        lambda m: " " if m[0] == " +" else "...",
+        pattern,
+    )
+    return "`" + re.sub(r"(\.\.\.)+", "...", text.replace("\\", "")).replace("|", " or ") + "`"
+
+
+def test_the_page_lists_every_mistake() -> None:
+    page = (ROOT / "docs/when_something_fails.md").read_text(encoding="utf-8")
+    missing = [row for row in _table() if row not in page]
+    assert not missing, "\n".join(missing)
+
+
+def test_each_mistake_of_the_table_has_a_test_or_a_reason() -> None:
+    for row in ROWS:
+        file, _, name = row.test.partition("::")
+        assert row.message
+        assert row.seen == NEVER or f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), row
 
 
 def test_at_least_forty_mistakes_are_tested() -> None:
