@@ -40,7 +40,8 @@ def digest_batches(batches: Sequence[Any]) -> list[float]:
                 close[0], close[1] = close[0] + along, close[1] + length
             else:
                 # Wraps around. An order of magnitude faster than a checksum of the bytes.
-                dot = int(torch.dot(values.to(torch.int64), _factors(len(values))))
+                values = values if values.dtype == torch.int64 else values.to(torch.int64)
+                dot = torch.dot(values, _factors(values.numel())).item()
                 exact = zlib.crc32(dot.to_bytes(8, "little", signed=True), exact)
         elif isinstance(leaf, str | int | bool | None):
             exact = zlib.crc32(f"{path}{leaf!r}".encode(), exact)
@@ -81,7 +82,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
             yield from _leaves(value, f"{path}.{index}")
-    elif isinstance(tree, Tensor | str | int | float | None):
+    elif tree is None or isinstance(tree, (Tensor, str, int, float)):  # a union is built in each call
         yield path, tree
     else:
         for index, value in enumerate(pytree.tree_leaves(tree)):
