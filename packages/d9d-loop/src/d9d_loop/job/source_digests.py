@@ -1,4 +1,4 @@
-"""Digests of the user's code and of the model's configuration, by which a resumed run reports that they have changed."""
+"""Digests of the user's code and of the model's configuration: a resumed run reports those that have changed."""
 
 import hashlib
 import sys
