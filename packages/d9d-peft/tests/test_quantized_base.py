@@ -1,5 +1,6 @@
 import copy
 import weakref
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -330,3 +331,14 @@ def test_the_inverse_of_the_mapper_yields_the_weights_that_the_model_computes_wi
 def test_merging_into_quantized_weights_is_refused() -> None:
     with pytest.raises(UserError, match=r"0\.weight is quantized, and merging would round the update"):
         merge_(adapted())
+
+
+def test_a_copy_of_a_quantized_model_has_its_own_weights() -> None:
+    model = nn.Sequential(nn.Linear(64, 4, bias=False))
+    inject(LoRA("0", rank=2), model)
+    quantize_base(model)
+    copied, x = deepcopy(model), torch.randn(3, 64)
+    expected = model(x)
+    with torch.no_grad():
+        model.get_parameter("0.weight").zero_()
+    torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)

@@ -27,13 +27,17 @@ def main() -> None:
     with cli_main():
         if "--init" in words:
             _init(words[words.index("--init") + 1 :])
-        elif _is_text_job(words):
-            job = TextJobConfig.from_cli()
-            print(jobs.text_trainer(job).train())
         else:
-            config = PresetConfig.from_cli()
-            look_beside_preset()
-            print(d9d_loop.preset_trainer(config).train())
+            print(read_trainer(words).train())
+
+
+def read_trainer(words: Sequence[str]) -> "d9d_loop.Trainer":
+    """Build the Trainer of the file and the overrides on a command line: a job on text, or a preset."""
+    if _is_text_job(words):
+        return jobs.text_trainer(TextJobConfig.from_cli(arguments=words))
+    config = PresetConfig.from_cli(arguments=words)
+    look_beside_preset(words)
+    return d9d_loop.preset_trainer(config)
 
 
 def _init(words: Sequence[str]) -> None:

@@ -126,7 +126,8 @@ def quantize_base(
         layer.add_module(_CHILD, QuantizedWeight(scales, block_format, block_size))
         # The instance attribute shadows the class's forward, and the forward of an adapter.
         # torch.compile does not support hooks on saved tensors and replaced parameters.
-        layer.forward = torch.compiler.disable(partial(_dequantized_forward, layer, layer.forward))
+        forward = torch.compiler.disable(_dequantized_forward)
+        layer.forward = partial(forward, layer, layer.forward)  # deepcopy copies the arguments of a partial
         layer.reset_parameters = partial(_refuse_reset, names[0])
     quantized = {name for mapper in mappers for name in mapper.inputs}
     return parallel(identity(*(name for name in given.inputs if name not in quantized)), *mappers)

@@ -1,4 +1,4 @@
-"""Command `d9d-plan`: predict memory and time of a preset file's job on a cluster, without the cluster."""
+"""Command `d9d-plan`: predict memory and time of a job on a cluster, without the cluster."""
 
 import argparse
 import json
@@ -6,18 +6,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import d9d_loop
 from d9d_dist import UserError
 from d9d_loop import planning
+from d9d_loop.__main__ import read_trainer
 from d9d_loop.cli_main import cli_main
-from d9d_loop.config.preset import PresetConfig, look_beside_preset
 from d9d_loop.planning.hardware_spec import Hardware, hardware_names
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `d9d-plan PRESET.toml --world-size N --hardware NAME [--search] [--html FILE] [--json] [--key VALUE ...]`.
+    """Run `d9d-plan FILE.toml --world-size N --hardware NAME [--search] [--html FILE] [--json] [--key VALUE ...]`.
 
-    Configuration keys on the command line override the file, as in `d9d-train`. Help does not import torch.
+    Configuration keys on the command line override the file, as in `d9d-train`, which reads the same files.
+    Help does not import torch.
     """
     with cli_main():
         words = list(sys.argv[1:] if arguments is None else arguments)
@@ -33,11 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{', '.join(hardware_names())} or a TOML file."
             )
         hardware = Hardware.load(options.hardware)
-        config = PresetConfig.from_cli(arguments=rest)
-        look_beside_preset(rest)
-        plan = d9d_loop.preset_trainer(config).plan(
-            world_size=options.world_size, hardware=hardware, search=options.search
-        )
+        plan = read_trainer(rest).plan(world_size=options.world_size, hardware=hardware, search=options.search)
         if options.html is not None:
             from d9d_loop.planning.html_report import write_html  # noqa: PLC0415 - imports torch
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -64,6 +65,8 @@ class DryRun:
         dtype: Dtype of most of the local parameters.
         is_compiled: True if a module of the model is compiled, such as each layer.
         gradient_bytes: Local gradients at the end of the backward pass.
+        whole_gradient_bytes: Gradients of whole layers that sharded data parallelism keeps until the last microbatch,
+            beyond `gradient_bytes`.
         optimizer_bytes: Local optimizer state, and the average of the weights.
         num_microbatches: Microbatches of the recorded step.
         forward_backward: Record of the forward and backward passes of all microbatches.
@@ -80,6 +83,7 @@ class DryRun:
     dtype: torch.dtype
     is_compiled: bool
     gradient_bytes: int
+    whole_gradient_bytes: int
     optimizer_bytes: int
     num_microbatches: int
     forward_backward: StepRecord
@@ -94,7 +98,7 @@ class DryRun:
 
     @property
     def activation_bytes(self) -> int:
-        """Peak of the bytes that a step allocates beyond parameters, gradients and optimizer state."""
+        """Peak of the bytes that a step allocates beyond parameters, local gradients and optimizer state."""
         return max(0, self.forward_backward.peak_bytes - self.gradient_bytes, self.update.peak_bytes)
 
     def collective_bytes(self, num_microbatches: int) -> dict[tuple[str, int], int]:
@@ -207,6 +211,8 @@ def run_rank(
         with recorded(marks) as forward_backward:
             engine.accumulate(batches, plan.task.loss)
         gradients = counted(gradient_bytes)
+        is_kept = plan.num_microbatches > 1 and not plan.config.gradients.reduce_each_microbatch
+        whole = counted(_whole_gradient_bytes) if is_kept else 0
         states = pytree.tree_leaves([optimizer.state.get(parameter) for parameter in repeated])
         marks.add_state(leaf for leaf in (*repeated, *states) if isinstance(leaf, Tensor))
         marks.add_state(parameter.grad for parameter in repeated if parameter.grad is not None)
@@ -221,6 +227,7 @@ def run_rank(
         dtype=_main_dtype(pipeline.model),
         is_compiled=any(module._compiled_call_impl is not None for module in pipeline.model.modules()),
         gradient_bytes=gradients,
+        whole_gradient_bytes=whole,
         optimizer_bytes=optimizer_bytes(optimizer)
         + marks.num_dropped * optimizer_bytes(optimizer, repeated)
         + (0 if average is None else counted(_average_bytes)),
@@ -293,6 +300,19 @@ def _main_dtype(model: nn.Module) -> torch.dtype:
 def gradient_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's gradients."""
     return sum(_local_bytes(each.grad) for each in model.parameters() if each.grad is not None)
+
+
+def _whole_gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients of sharded parameters before their reduction, beyond those of the shards."""
+    total = 0
+    for module in model.modules():
+        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+        for parameter in (each for group in groups for each in group.fsdp_params):
+            gradient = parameter.sharded_param.grad
+            if gradient is not None:
+                local = _local(gradient)
+                total += (parameter._orig_size.numel() - local.numel()) * local.element_size()
+    return total
 
 
 def optimizer_bytes(optimizer: Optimizer, parameters: Iterable[Tensor] | None = None) -> int:

@@ -98,7 +98,7 @@ def _encoded(figure: "Figure") -> str:
 def _memory(plan: ClusterPlan) -> str:
     figure = _figure(1.2 + 0.5 * len(plan.memory))
     axes = figure.subplots()
-    names = ("parameters", "gradients", "optimizer", "activations", "reserve")
+    names = ("parameters", "gradients", "optimizer", "unsharded_gradients", "activations", "reserve")
     left = [0.0] * len(plan.memory)
     for name, color in zip(names, _COLORS, strict=False):
         sizes = [getattr(each, name) / GIB for each in plan.memory]

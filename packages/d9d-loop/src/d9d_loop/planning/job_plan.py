@@ -41,7 +41,9 @@ class RankMemory:
     Attributes:
         name: Class of the rank.
         rank: A rank of the class.
-        activations: Peak of the memory that forward, backward and optimizer allocate in addition to the state.
+        unsharded_gradients: Gradients that sharded data parallelism keeps whole until the last microbatch reduces them,
+            beyond `gradients`. `gradients.reduce_each_microbatch = true` avoids them.
+        activations: Peak of the memory that forward, backward and optimizer allocate in addition to the rest.
         reserve: Estimate for the device context, communication buffers and fragmentation.
     """
 
@@ -50,13 +52,15 @@ class RankMemory:
     parameters: float
     gradients: float
     optimizer: float
+    unsharded_gradients: float
     activations: float
     reserve: float
 
     @property
     def total(self) -> float:
         """Bytes of the process on the device."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.reserve
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.unsharded_gradients + self.activations + self.reserve
 
 
 @final
@@ -272,7 +276,7 @@ def _timing(
             shape,
             layout,
             state_bytes=largest.parameters + largest.optimizer,
-            rest_bytes=largest.gradients + largest.activations,
+            rest_bytes=largest.gradients + largest.unsharded_gradients + largest.activations,
             logit_tokens=max(logit_tokens(each, layout, shape) for each in runs),
         ),
         not_modeled=unmodeled_traits(plan, runs[0], layout, shape),
@@ -366,13 +370,15 @@ def describe(layout: PlanLayout) -> str:
 
 
 def _rank_memory(run: DryRun, name: str) -> RankMemory:
+    unsharded = min(run.whole_gradient_bytes, run.activation_bytes)  # the dry run measures both together
     return RankMemory(
         name=name,
         rank=run.rank,
         parameters=run.parameter_bytes,
         gradients=run.gradient_bytes,
         optimizer=run.optimizer_bytes,
-        activations=run.activation_bytes,
+        unsharded_gradients=unsharded,
+        activations=run.activation_bytes - unsharded,
         reserve=reserve_bytes(run.state_bytes + run.activation_bytes),
     )
 

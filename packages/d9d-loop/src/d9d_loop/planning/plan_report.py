@@ -45,6 +45,16 @@ def fit_message(plan: ClusterPlan) -> str:
 
 
 def _nearest(plan: ClusterPlan) -> str:
+    """Return the remedies of a job that does not fit: for unsharded gradients, and the nearest layout that fits."""
+    whole = max(each.unsharded_gradients for each in plan.memory) / GIB
+    saved = (
+        f"Gradients are kept unsharded until the last microbatch: {whole:.1f} GiB. gradients.reduce_each_microbatch = "
+        "true shards them after each one, and communicates more.\n"
+    )
+    return (saved if whole >= 0.1 else "") + _nearest_layout(plan)
+
+
+def _nearest_layout(plan: ClusterPlan) -> str:
     if isinstance(plan.timing, str):
         return f"Other layouts were not compared: {plan.timing}"
     if plan.nearest is None:
@@ -105,7 +115,7 @@ def _time_sections(plan: ClusterPlan) -> list[str]:
     ]
 
 
-_MEMORY = ("parameters", "gradients", "optimizer", "activations", "reserve")
+_MEMORY = ("parameters", "gradients", "optimizer", "unsharded_gradients", "activations", "reserve")
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
