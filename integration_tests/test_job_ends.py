@@ -149,3 +149,124 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path: Path, launcher: str) 
     assert _saved(tmp_path) == 1
     assert (tmp_path / "output").stat().st_size < 100_000
     assert "stopped because the launcher is gone" in (tmp_path / "output").read_text()
+
+
+PHASES = """
+import os, signal
+from pathlib import Path
+
+RANK = os.environ.get("RANK", "0")
+Path(f"rank-{RANK}.pid").write_text(str(os.getpid()))
+
+def act(phase):
+    # End the job as HOW says, in the phase AT on rank ON.
+    if (phase, RANK) != (os.environ["AT"], os.environ["ON"]):
+        return
+    os.environ["AT"] = ""  # once
+    how = os.environ["HOW"]
+    if how.startswith("SIG"):
+        is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+        os.kill(os.getppid() if is_launched else os.getpid(), signal.Signals[how])
+        if is_launched and phase in ("imports", "start"):
+            signal.pause()  # the launcher forwards the signal
+    elif how == "lost launcher":
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "exit":
+        os._exit(3)
+    elif how == "user error":
+        from d9d_dist import UserError
+        raise UserError("got x, expected y")
+    else:
+        raise KeyError("x")
+
+def main():
+    exec(open("quickstart.py").read().split("if __name__")[0], globals())
+    from d9d_loop import CheckpointStarted, ConfigReady, EvaluationStarted, ModelExported, StepDone
+    config = TrainerConfig.from_cli("quickstart.toml")
+    data = make_dataset()
+    trainer = Trainer(config, model=lambda stage: Mlp(), data=data, evaluation_data=data[:8], task=Regression())
+    moments = {ConfigReady: "start", StepDone: "first step", EvaluationStarted: "evaluation", CheckpointStarted: "save",
+               ModelExported: "export"}
+    for event, phase in moments.items():
+        trainer.events.on(event, lambda _, phase=phase: act(phase))
+    trainer.train()
+
+from d9d_loop import cli_main
+with cli_main():
+    act("imports")
+    main()
+"""
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+_PHASES = ("imports", "start", "first step", "evaluation", "save", "export")
+
+
+def _expected(phase: str, how: str) -> int:
+    """Return the exit code of an end in a phase: the table of docs/resilience.md."""
+    if how == "lost launcher":
+        return 137  # of the launcher
+    if how in _FAILURES:
+        return _FAILURES[how]
+    if phase == "export":
+        return 0  # the last step is saved, and the job finishes
+    if how == "SIGINT":
+        return 130
+    return 128 + signal.Signals[how] if phase in ("imports", "start") else 75
+
+
+def _cells() -> list[tuple[str, str, str]]:
+    """Return launcher, phase and kind of end. Signals to a launcher may arrive after the end of an export."""
+    cells = [("python", phase, how) for phase in _PHASES for how in (*_FAILURES, *_SIGNALS)]
+    for launcher in ("torchrun", "d9d-torchrun"):
+        for phase in _PHASES:
+            signals = () if launcher == "torchrun" or phase == "export" else _SIGNALS
+            failures = () if launcher == "torchrun" else tuple(_FAILURES)
+            cells += [(launcher, phase, how) for how in (*failures, *signals, "lost launcher")]
+    return cells
+
+
+def _pid(file: Path) -> int:
+    return int(file.read_text() or 0)
+
+
+@pytest.mark.sample("python-imports-SIGTERM", "python-evaluation-SIGUSR1")
+@pytest.mark.parametrize(("launcher", "phase", "how"), [pytest.param(*cell, id="-".join(cell)) for cell in _cells()])
+def test_ends_in_each_phase(tmp_path: Path, launcher: str, phase: str, how: str) -> None:
+    rank = "0" if launcher == "python" else "1"
+    end = {"HOW": how, "AT": phase, "ON": rank, "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    steps = "4" if phase == "export" else "100000"
+    code = _end_in_phase(tmp_path, LAUNCHERS[launcher], end, "--steps", steps)
+    output = (tmp_path / "output").read_text()
+    assert code == _expected(phase, how), output
+    has_trained = phase not in ("imports", "start")
+    if phase == "export":
+        assert _saved(tmp_path) >= 1
+    elif has_trained and how in (*_SIGNALS, "lost launcher"):
+        assert _saved(tmp_path) >= 1, output
+    elif how != "lost launcher":
+        assert _saved(tmp_path) == 0
+    if how != "lost launcher":
+        assert not list((tmp_path / "tmp").glob("d9d-torchrun-*"))
+
+
+def _end_in_phase(folder: Path, launcher: list[str], end: dict[str, str], *arguments: str) -> int:
+    """Run a job that ends itself, until no process is left; return the exit code."""
+    for name in ("quickstart.py", "quickstart.toml"):
+        (folder / name).write_text((ROOT / "examples" / name).read_text())
+    (folder / "script.py").write_text(PHASES)
+    every = ("--checkpoint.every", "2", "--evaluation.every", "2", "--rehearsal", "false")
+    command = [*launcher, "script.py", *arguments, *every]
+    environment = {**os.environ, **end, "OMP_NUM_THREADS": "1", "D9D_DEVICE": "cpu"}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+    try:
+        process.wait(_SECONDS)
+        _wait(lambda: not any(_runs(_pid(file)) for file in folder.glob("rank-*.pid")))
+    finally:
+        for each in (process.pid, *map(_pid, folder.glob("rank-*.pid"))):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        process.wait()
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode

@@ -242,6 +242,9 @@ class LoggingConfig(Section):
         default=10, description="Steps between tracked values; the first and last step are tracked too."
     )
     progress: bool = Field(default=True, description="Show a progress bar if the output is a terminal.")
+    stamps: bool = Field(
+        default=False, description="Prepend time and rank to each line of the log, unless the output is a terminal."
+    )
     report: bool = Field(default=True, description="Write `report.html` at the end, from the values in metrics.jsonl.")
     draw_lr_schedule: bool = Field(
         default=False, description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step."

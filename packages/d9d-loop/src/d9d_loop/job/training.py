@@ -19,6 +19,7 @@ from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
+from d9d_loop.job.stamped_output import stamped_output
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_metrics import redact_secrets, redact_text
@@ -33,7 +34,7 @@ def train(plan: JobPlan, *, plan_with: "PlanWith", events: Events) -> TrainResul
 
     The function `plan_with` plans the job with another mesh and batch, for the warning about a job that is too large.
     """
-    with LauncherWatch() as launcher:
+    with stamped_output(plan.model.launch.rank, enabled=plan.config.logging.stamps), LauncherWatch() as launcher:
         _warn_if_too_large(plan, plan_with)
         if plan.config.rehearsal:
             rehearse(plan)
