@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -270,3 +272,24 @@ def _end_in_phase(folder: Path, launcher: list[str], end: dict[str, str], *argum
                 os.kill(each, signal.SIGKILL)
         process.wait()
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "rank"), [("user error", "1"), ("kill", "1"), ("exit", "0")])
+def test_ends_on_one_of_two_nodes(tmp_path: Path, how: str, rank: str) -> None:
+    """The launcher of the other node exits with the same code, or with that of a rank that lost its peer.
+
+    The launcher of rank 0 has the store.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x", "--nproc-per-node", "1"]
+    common = [sys.executable, "-m", "d9d_loop.torchrun", "--rdzv-backend", "static", "--max-restarts", "0", *arguments]
+    nodes = [f'{shlex.join([*common, "--node-rank", str(node)])} "$@" & p{node}=$!' for node in range(2)]
+    script = "; ".join([*nodes, "wait $p0; echo $? > code-0", "wait $p1; echo $? > code-1"])
+    end = {"HOW": how, "AT": "first step", "ON": rank}
+    _end_in_phase(tmp_path, ["bash", "-c", script, "-"], end, "--steps", "100000")
+    codes = [int((tmp_path / f"code-{node}").read_text()) for node in range(2)]
+    expected = _expected("first step", how)
+    assert codes[int(rank)] == expected, (tmp_path / "output").read_text()
+    assert codes[1 - int(rank)] in (expected, 125), (tmp_path / "output").read_text()
