@@ -86,7 +86,11 @@ def _problem(model: type[BaseModel], values: dict[str, Any]) -> str:
             "or profile.every or resilience.health.every or resilience.stop.every or resilience.replicas.every?",
         ),
         ({"gradient": {"max_norm": 2}}, "gradient is not a configuration key; did you mean gradients?"),
-        ({"run": {"zzz": 2}}, "run.zzz is not a configuration key; [run] has adopt, folder, from_scratch, name."),
+        (
+            {"run": {"zzz": 2}},
+            "run.zzz is not a configuration key; [run] has adopt, folder, from_scratch, name, on_completion, "
+            "on_failure.",
+        ),
         (
             {"trackers": [{"kind": "jsonl", "fil": "x"}]},
             "trackers.0.fil is not a configuration key; did you mean trackers.0.file?",

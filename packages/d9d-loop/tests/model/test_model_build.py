@@ -131,7 +131,7 @@ def _of_rank(stage: StageInfo) -> nn.Module:
 
 
 def test_ranks_that_built_other_structures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="the model differs between the 2 ranks: rank 1 differs from rank 0 in Linear"):
+    with pytest.raises(RankError, match="the structure of the model differs between the 2 ranks"):
         run_ranks(_started, tmp_path, {"data_parallel_shard": 2}, _of_rank, world_size=2)
 
 

@@ -42,6 +42,12 @@ class _Remembering(_Mlp):
             parallelize_hsdp(model.get_submodule(name), dense, shard_axis="dp_cp_shard")
 
 
+def _average_gradients(module: nn.Module, _arguments: object) -> None:
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(2.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
 class _OnlyTheFirstLayer(_Mlp):
     """Bug: averages the gradients of its last layer instead of summing."""
 
@@ -50,8 +56,7 @@ class _OnlyTheFirstLayer(_Mlp):
         last = model.get_submodule("2")
         parallelize_hsdp(last, dense, shard_axis="dp_cp_shard")
         if isinstance(last, FSDPModule):
-            last.set_gradient_divide_factor(2.0)
-            last.set_force_sum_reduction_for_comms(True)
+            last.register_forward_pre_hook(_average_gradients)  # the check of the model sets the factor before
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
 
 
