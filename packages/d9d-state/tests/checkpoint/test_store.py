@@ -180,10 +180,10 @@ def test_a_run_goes_back_to_an_earlier_step_after_discarding_the_later_ones(
 ) -> None:
     _save(CheckpointStore(tmp_path), 5, 10, 12)
     store = CheckpointStore(tmp_path, keep_last=keep_last)
-    with pytest.raises(UserError, match=r"got step = 6, but .* has checkpoints of the later steps 10, 12, from which"):
+    with pytest.raises(UserError, match=r"got step = 6, but .* has a checkpoint of the later step 12, from which"):
         store.save(6, {"a": torch.ones(3)}, background=background)
     assert _steps(store) == [12, 10, 5]
-    with pytest.raises(UserError, match=r"has no complete checkpoint of step 6; expected one to go back to\."):
+    with pytest.raises(UserError, match=r"has no undamaged checkpoint of step 6 of this run; expected"):
         store.discard_after(6)
     store.discard_after(5)
     assert _steps(store) == [5]
@@ -210,6 +210,45 @@ def test_a_damaged_later_step_does_not_stop_a_save(tmp_path: Path) -> None:
     next(tmp_path.glob("step-00000010/*.safetensors")).write_bytes(b"cut")
     _save(store, 6)
     assert _steps(store) == [6, 5]
+
+
+def _damage(folder: Path) -> None:
+    """Change one byte, so that only the digest is wrong."""
+    path = next(folder.glob("*.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_no_checkpoint_is_discarded_if_the_step_to_go_back_to_is_damaged(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 5, 10, 12)
+    _damage(tmp_path / "step-00000005")
+    with pytest.raises(UserError, match=r"no undamaged checkpoint of step 5 of this run.*Nothing is deleted"):
+        store.discard_after(5)
+    assert _steps(store) == [12, 10, 5]
+    wrong_steps: list[Any] = [-1, True, 5.0, "5"]
+    for step in wrong_steps:
+        with pytest.raises(UserError, match=r"got step = .*; expected an int, 0 or more"):
+            store.discard_after(step)
+
+
+def test_a_later_step_with_wrong_digests_does_not_stop_a_save(tmp_path: Path) -> None:
+    _save(CheckpointStore(tmp_path), 5, 10, 12)
+    _damage(tmp_path / "step-00000012")
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(UserError, match=r"has a checkpoint of the later step 10, from which"):
+        _save(store, 6)
+    _damage(tmp_path / "step-00000010")
+    _save(CheckpointStore(tmp_path), 6, 7)
+
+
+def test_steps_of_another_run_are_neither_discarded_nor_stop_a_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 5, 7)
+    _save(CheckpointStore(tmp_path, run_id="other"), 10)
+    _save(store, 8)
+    store.discard_after(5)
+    assert _steps(store) == [10, 5]
 
 
 def test_each_skipped_entry_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self, final
@@ -217,7 +217,7 @@ class CheckpointStore:
         this method waits for the previous save.
 
         Args:
-            step: Number of completed optimizer steps, greater than that of every complete checkpoint of the run.
+            step: Number of completed optimizer steps, greater than that of every undamaged checkpoint of the run.
             tensors: Plain tensors, and `DTensor`s, of which each shard is written once. The first rank that passes a
                 tensor or shard writes it; values that differ on other ranks are lost. Ranks may pass different names,
                 as pipeline stages do.
@@ -232,7 +232,7 @@ class CheckpointStore:
             ctx: Distributed context; `None` for a single process.
 
         Raises:
-            UserError: If an undamaged checkpoint of this step, or a complete one of a later step, exists. Call
+            UserError: If an undamaged checkpoint of this step, or one of a later step of the run, exists. Call
                 `discard_after` to go back to an earlier step. Also if the step is not an int, 0 or more.
             ValueError: If a value is not a tensor or not JSON, or if `ctx` is missing although there are several ranks.
             StateError: On every rank, if writing failed on any rank, or a previous background save failed.
@@ -285,25 +285,27 @@ class CheckpointStore:
     def discard_after(self, step: int, ctx: DistributedContext | None = None) -> None:
         """Delete the checkpoints of all later steps, so that the run continues from `step`. Collective.
 
-        Without this call, `save` does not save a step that is earlier than a complete checkpoint, because `newest`
-        would return the later checkpoint. Local tiers are cleared. A store with a `run_id` keeps the checkpoints of
-        other runs.
+        Without this call, `save` does not save a step that is earlier than an undamaged checkpoint, because `newest`
+        would return the later checkpoint. All digests of `step` are verified before the first deletion. Local tiers are
+        cleared. Checkpoints of other runs are kept.
 
         Raises:
-            UserError: If no complete checkpoint of `step` exists.
-            StateError: On every rank, if a checkpoint cannot be deleted.
+            UserError: On every rank, if the run has no undamaged checkpoint of `step`; then nothing is deleted. Also if
+                the step is not an int, 0 or more.
+            StateError: On every rank, if a checkpoint cannot be read or deleted.
         """
+        folder_name(step)  # raises for a value that is no step
         self.wait()
+        chosen = self._of_run(above=step - 1, up_to=step)
+        if newest_sound(self.root, chosen, ctx, verify=True, damaged=self._damaged) is None:
+            raise UserError(
+                f"{self.root} has no undamaged checkpoint of step {step} of this run; expected one to go back to. "
+                "Nothing is deleted. Choose the step of another checkpoint."
+            )
         with failing_together(ctx, f"the checkpoints after step {step} could not be deleted"):
             if is_main(ctx):
-                found = self._complete_from(step)
-                if step not in [info.step for info in found]:
-                    raise UserError(
-                        f"{self.root} has no complete checkpoint of step {step}; expected one to go back to."
-                    )
-                for info in found:  # newest first: a kill leaves the checkpoints up to some step
-                    if info.step > step:
-                        delete(info.root)
+                for info in list(self._of_run(above=step)):  # newest first: a kill leaves those up to some step
+                    delete(info.root)
         self.clear_tiers(ctx)
 
     def raise_if_failed(self) -> None:
@@ -425,18 +427,20 @@ class CheckpointStore:
     def _clear_path(self, folder: AnyPath, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective.
 
-        Also raises `UserError` if there are complete checkpoints of later steps.
+        Also raises `UserError` if the run has an undamaged checkpoint of a later step.
         """
+        step = step_of(folder.name)
+        later = (info for info in self._of_run(above=step) if info.root not in self._damaged)
+        found = newest_sound(self.root, later, ctx, verify=True, damaged=self._damaged)
+        if found is not None:
+            raise UserError(
+                f"got step = {step}, but {self.root} has a checkpoint of the later step {found.step}, from which a "
+                "resume would continue. To go back to an earlier step N, call discard_after(N), which deletes the "
+                "later ones; or save in another folder."
+            )
         with failing_together(ctx, f"{folder} cannot be read"):
             if not is_main(ctx):
                 return
-            step = step_of(folder.name)
-            if later := [info.step for info in self._complete_from(step + 1) if info.root not in self._damaged]:
-                raise UserError(
-                    f"got step = {step}, but {self.root} has checkpoints of the later steps "
-                    f"{', '.join(map(str, reversed(later)))}, from which a resume would continue. To go back to an "
-                    "earlier step N, call discard_after(N), which deletes the later ones; or save in another folder."
-                )
             if not folder.exists():
                 return
             try:
@@ -452,9 +456,12 @@ class CheckpointStore:
                 f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
             )
 
-    def _complete_from(self, step: int) -> list[CheckpointInfo]:
-        """Return the complete checkpoints of a step and of later ones, newest first. Main process only."""
-        return list(newest_first(self.root, only_run=self._run_id.given, above=step - 1))
+    def _of_run(self, *, above: int, up_to: float = math.inf) -> Iterator[CheckpointInfo]:
+        """Iterate over the complete checkpoints of the run under which the store saves, newest first.
+
+        For the main process only; accesses the folder only when it is iterated.
+        """
+        yield from newest_first(self.root, only_run=self._run_id.current(), above=above, up_to=up_to)
 
     def _delete_old(self, job: SaveJob) -> None:
         if not is_main(job.ctx):
