@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from d9d_dist import DistributedContext, MeshConfig, UserError, full_tensor
+from d9d_dist import DistributedContext, MeshConfig, UserError, full_tensor, gather_json
 from d9d_dist.testing import run_ranks
 from d9d_state import CheckpointStore, LocalTier, StateError
 
@@ -191,8 +191,19 @@ def test_ranks_without_tensors_take_part(tmp_path: Path) -> None:
 
 
 def _refuse(root: str) -> str:
-    with _ranks() as ctx, pytest.raises(UserError) as caught:
-        _store(Path(root), 0).save_local(1, _tensors(ctx, 1), ctx=ctx)
+    with _ranks() as ctx:
+        own = Path(root) / "own"
+        if ctx.is_main_process:
+            own.mkdir()
+        gather_json(None)
+        with pytest.raises(UserError):
+            LocalTier(own).connect(ctx)
+        gather_json(None)
+        assert own.is_dir()
+        with pytest.raises(UserError) as caught:
+            _store(Path(root), 0).save_local(1, _tensors(ctx, 1), ctx=ctx)
+        gather_json(None)
+        assert not (Path(root) / "host-0" / "memory").exists()
     return str(caught.value)
 
 
@@ -203,6 +214,16 @@ def test_replicas_on_the_same_host_are_refused(tmp_path: Path) -> None:
         "expected one folder per host, and more folders than replicas. Set replicas to 0, or use a folder that hosts "
         "do not share."
     )
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_connect_with_too_few_hosts_removes_only_a_folder_that_it_created(tmp_path: Path, exists: bool) -> None:
+    folder = tmp_path / "memory"
+    if exists:
+        folder.mkdir()
+    with pytest.raises(UserError, match="got replicas = 1"):
+        LocalTier(folder).connect()
+    assert folder.exists() is exists
 
 
 @pytest.mark.parametrize(("options", "message"), [({"every": 0}, "every = 0"), ({"replicas": -1}, "replicas = -1")])

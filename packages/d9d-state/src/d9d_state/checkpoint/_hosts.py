@@ -8,7 +8,7 @@ from typing import Self, final
 
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext, agree, gather_json
+from d9d_dist import DistributedContext, gather_json
 from d9d_state import _files
 from d9d_state._ranks import failing_together
 
@@ -16,9 +16,13 @@ from d9d_state._ranks import failing_together
 @final
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Ranks of each host, in ascending order; hosts are ordered by their first rank."""
+    """Ranks of each host, in ascending order; hosts are ordered by their first rank.
+
+    `is_new` is true if the search created the folder of this rank's host.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
+    is_new: bool
 
     @classmethod
     def find(cls, folder: Path, ctx: DistributedContext | None, group: dist.ProcessGroup | None) -> Self:
@@ -28,21 +32,24 @@ class Hosts:
         because containers on one host may have separate folders. The folder is created if necessary. Raises
         `StateError` on every rank if a rank cannot write to its folder.
         """
+        is_new = False
         if ctx is None or ctx.world_size == 1:
+            is_new = not folder.exists()
             _files.make_folder(folder)
-            return cls(((0,),))
+            return cls(((0,),), is_new)
         nonce = str(gather_json(uuid.uuid4().hex, group)[0])
         token = folder / f".rank-{ctx.rank}-{nonce}"
         with failing_together(ctx, f"{folder} is not writable", group=group):
+            is_new = not folder.exists()
             _files.make_folder(folder)
             folder.chmod(0o700)  # raises if another user owns a folder of this name in /dev/shm
             _files.write_file(token, [])
         seen = [rank for rank in range(ctx.world_size) if (folder / f".rank-{rank}-{nonce}").exists()]
         found = sorted(set(map(tuple, gather_json(seen, group))))
-        agree(None, group)  # every rank has looked
+        created = gather_json(is_new, group)  # every rank has looked
         with suppress(OSError):  # the other ranks do not wait for an error; later searches ignore the file
             _files.remove_file(token)
-        return cls(tuple(found))
+        return cls(tuple(found), any(created[rank] for rank in seen))
 
     def __len__(self) -> int:
         """Return the number of hosts."""

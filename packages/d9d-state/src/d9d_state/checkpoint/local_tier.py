@@ -152,8 +152,9 @@ class LocalTier:
             group = self.background.group(ctx)
             hosts = Hosts.find(self.folder, ctx, group)
             if self.replicas >= len(hosts):
-                with suppress(OSError):  # `find` has created it; another job may use it
-                    self.folder.rmdir()
+                if hosts.is_new:
+                    with suppress(OSError):  # another job may use it
+                        self.folder.rmdir()
                 found = f"{len(hosts)} folder" + ("s" if len(hosts) > 1 else "")
                 raise UserError(
                     f"got replicas = {self.replicas} for {self.folder}, but the ranks of the job have only {found} of "
