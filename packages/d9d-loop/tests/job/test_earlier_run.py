@@ -6,14 +6,18 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from d9d_dist import UserError
+from d9d_dist import MeshConfig, UserError, gather_json
+from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop.job import training
 from d9d_metrics import read_metrics
+from d9d_state import StateError
 
 _DATA = [{"x": torch.full((3,), float(number)), "y": torch.ones(1)} for number in range(16)]
 
@@ -192,3 +196,21 @@ def test_too_few_hosts_for_replicas_end_a_job_before_its_first_step(
         trainer.train()
     assert not steps
     assert not list((tmp_path / "memory").iterdir())
+
+
+def _start_with_unreadable_files(_: str) -> str:
+    job: Any = mock.MagicMock()
+    job.state.restored_from = None
+    with MeshConfig(data_parallel_shard=-1).build() as job.ctx:
+        failure = mock.patch.object(training, "check_progress", side_effect=PermissionError("metrics.jsonl"))
+        with failure, pytest.raises(StateError) as caught:
+            training._describe_start(job)
+        gather_json(None)
+    return str(caught.value)
+
+
+def test_earlier_files_that_the_main_process_cannot_read_end_all_ranks_together() -> None:
+    first, second = run_ranks(_start_with_unreadable_files, "", world_size=2)
+    assert "rank 0" in first
+    assert first.endswith("cannot be read or kept: metrics.jsonl")
+    assert second == first

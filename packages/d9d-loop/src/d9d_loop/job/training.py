@@ -23,7 +23,7 @@ from d9d_loop.job.stamped_output import stamped_output
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_metrics import redact_secrets, redact_text
-from d9d_state import CheckpointStore, locked_folder
+from d9d_state import CheckpointStore, StateError, locked_folder
 
 if TYPE_CHECKING:
     from d9d_loop.planning import PlanWith
@@ -94,38 +94,42 @@ def _agree_on_plan(plan: JobPlan, ctx: DistributedContext) -> None:
 
 def _describe_start(job: Job) -> None:
     """Print from which step the job starts. A start at step 0 must not lose progress. Collective."""
-    config, source = job.plan.config, job.state.restored_from
-    problem: UserError | None = None
+    problem: str | UserError | None = None
+    lines: list[str] = []
     if job.ctx.is_main_process:
         try:
-            if source is None:
-                check_progress(config, job.state.store.root)
-                if not config.evaluation.only:
-                    keep_earlier_files(config)
+            lines = _start_lines(job)
         except UserError as error:
             problem = error
-    agree(problem)
-    if not job.ctx.is_main_process:
-        return
+        except (OSError, StateError) as error:
+            problem = f"the earlier start of the run in {job.plan.config.run.dir} cannot be read or kept: {error}"
+    agree(problem, error=StateError)
+    for line in lines:
+        print(line, flush=True)
+
+
+def _start_lines(job: Job) -> list[str]:
+    """Check a start at step 0 and rename the files of an earlier one; return the message. Main process only."""
+    config, source = job.plan.config, job.state.restored_from
     if source is not None:
-        print(f"d9d: resumed from step {job.record.step} at {source}.", flush=True)
-        _print_resume(job)
-    else:
-        lost = read_earlier_run(config.run.dir).completed
-        note = f" The {lost} steps of the last start were not saved." if lost else ""
-        print(f"d9d: the run in {config.run.dir} starts from scratch.{note}", flush=True)
+        return [f"d9d: resumed from step {job.record.step} at {source}.", *_resume_lines(job)]
+    check_progress(config, job.state.store.root)
+    if not config.evaluation.only:
+        keep_earlier_files(config)
+    lost = read_earlier_run(config.run.dir).completed
+    note = f" The {lost} steps of the last start were not saved." if lost else ""
+    return [f"d9d: the run in {config.run.dir} starts from scratch.{note}"]
 
 
-def _print_resume(job: Job) -> None:
-    """Print what has changed since the checkpoint from which a job resumes, and whether the job is complete."""
+def _resume_lines(job: Job) -> list[str]:
+    """Describe what has changed since the checkpoint from which a job resumes, and whether the job is complete."""
     plan, record = job.plan, job.record
     if record.step == 0:  # a checkpoint of step 0
-        return
+        return []
     rate = job.engine.peak_learning_rate * plan.lr_schedule(record.step - 1)
     before, now = job.state.optimizer_before, type(job.engine.optimizer).__qualname__
     other = [] if before in {None, now} else [f"  the optimizer was {before}, whose state is loaded, and now is {now}"]
-    for line in resume_messages(plan.config, record, [*plan.changes, *other], steps=plan.steps, rate=rate):
-        print(line, flush=True)
+    return list(resume_messages(plan.config, record, [*plan.changes, *other], steps=plan.steps, rate=rate))
 
 
 def _warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
