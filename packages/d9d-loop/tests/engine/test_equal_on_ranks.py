@@ -188,6 +188,20 @@ def test_digests_depend_on_each_integer_its_place_and_the_order_of_batches() -> 
     assert all(0 <= each < 2**50 for each in digests)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.25, -3.0, 1e-4, 1e30])
+def test_digests_compare_floats_of_python_but_for_rounding(value: float) -> None:
+    def digest(weight: Any, other: float = 0.5) -> list[float]:
+        return digest_batches([{"ids": IDS, "weight": weight, "x": other}])
+
+    assert are_close(digest(value), digest(value * (1 + 1e-6)))
+    assert are_close(digest(value), digest(value + 1e-8))
+    for different in (value + max(1e-4, abs(value) / 10), 7.0, torch.nan, torch.inf, None):
+        assert not are_close(digest(value), digest(different))
+    assert not are_close(digest(value), digest(0.5, value))
+    assert are_close(digest(torch.nan), digest(torch.nan))
+    assert not are_close(digest(b"a"), digest(b"b"))
+
+
 def _call_alone(call: str, folder: Path) -> str:
     calls: dict[str, Callable[[Engine], object]] = {
         "weights()": lambda engine: list(engine.weights()),

@@ -2,7 +2,7 @@
 
 Otherwise a pipeline would train on the tokens of one batch and the labels of another. Integers are compared exactly:
 token ids, labels, masks. Floating-point values may have been computed on each rank, so they may differ by rounding.
-Large tensors are sampled.
+Large tensors on the CPU are sampled. Of tensors on an accelerator all integers are compared, and no other values.
 """
 
 import math
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 _MAX_SAMPLES = 1 << 17
 _FACTOR = 0x9E3779B97F4A7C1
 _MODULUS = (1 << 50) - 1  # exact as float64
+_FLOAT_SCALE = 1e4  # for a float, the tolerance is about 1 percent, but at least 1e-6
 TOLERANCE = 1e-2
 """Largest difference of a digest of floating-point values: of values that are different, almost all digests differ."""
 
@@ -41,9 +42,12 @@ def digest_batches(batches: Sequence[Any]) -> list[float]:
             else:
                 # Wraps around. An order of magnitude faster than a checksum of the bytes.
                 values = values if values.dtype == torch.int64 else values.to(torch.int64)
-                dot = torch.dot(values, _factors(values.numel())).item()
+                dot = int(torch.dot(values, _factors(values.numel())).item())
                 exact = zlib.crc32(dot.to_bytes(8, "little", signed=True), exact)
-        elif isinstance(leaf, str | int | bool | None):
+        elif isinstance(leaf, float) and math.isfinite(leaf):
+            exact = zlib.crc32(f"{path}float".encode(), exact)
+            close[0] += math.asinh(max(min(leaf, 1e300), -1e300) * _FLOAT_SCALE) * (1 + number % 7)
+        elif isinstance(leaf, str | bytes | int | float | complex | None):
             exact = zlib.crc32(f"{path}{leaf!r}".encode(), exact)
     return [exact, *close]
 
