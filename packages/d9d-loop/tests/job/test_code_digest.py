@@ -66,6 +66,19 @@ def test_other_functions_give_another_description(pair: tuple[Any, Any]) -> None
     assert first == again
 
 
+def test_functions_that_call_each_other_are_described_once() -> None:
+    number = 40
+    calls = "\n".join(
+        f"def f{index}(x): return [{', '.join(f'f{i}' for i in range(number))}]" for index in range(number)
+    )
+    found = []
+    for factor in (2, 2, 3):
+        functions: dict[str, Any] = {"__name__": "__main__"}
+        exec(calls + f"\ndef f0(x): return f1(x) * {factor}", functions)  # noqa: S102
+        found.append(dict(describe_model(_Mlp(functions["f1"]))))
+    assert found[0] == found[1] != found[2]
+
+
 class _Regression(Task):
     def __init__(self, power: int = 2, *, is_main: bool = True) -> None:
         self.is_main = is_main

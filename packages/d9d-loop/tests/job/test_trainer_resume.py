@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
@@ -278,6 +279,19 @@ def test_a_finished_run_says_that_it_trains_nothing_and_how_to_continue(
     assert "optimizer.learning_rate was 0.05, and now is 0.1" in text
     _trainer(tmp_path, steps=2, own_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05)).train()
     assert ", whose state is loaded, and now is SGD\n" in capsys.readouterr().out
+
+
+def test_an_optimizer_that_cannot_continue_from_the_state_of_another_class_is_an_error(tmp_path: Path) -> None:
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    _trainer(tmp_path, steps=2, own_optimizer=lambda model: momentum(model.parameters())).train()
+    with pytest.raises(
+        UserError, match=r"state of SGD \(momentum_buffer\), but the optimizer is now AdamW, .* exp_avg"
+    ):
+        _trainer(tmp_path, steps=3, own_optimizer=lambda model: torch.optim.AdamW(model.parameters())).train()
+    # Adam has the same state as AdamW.
+    adam = _trainer(tmp_path / "fits", steps=2, own_optimizer=lambda model: torch.optim.Adam(model.parameters()))
+    adam.train()
+    _trainer(tmp_path / "fits", steps=3, own_optimizer=lambda model: torch.optim.AdamW(model.parameters())).train()
 
 
 def test_a_jump_of_the_learning_rate_is_printed_before_training(

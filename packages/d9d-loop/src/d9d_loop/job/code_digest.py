@@ -23,6 +23,8 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.built_model import describe_tensors
 
 Parts: TypeAlias = dict[str, str]
+_Seen: TypeAlias = dict[int, tuple[int, Any]]
+"""Number of each described object by its id, and the object, which keeps the id in use."""
 _PACKAGES = ("d9d-dist", "d9d-state", "d9d-modules", "d9d-moe", "d9d-pipeline", "d9d-peft", "d9d-metrics", "d9d-loop")
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -44,7 +46,7 @@ def describe_code(plan: JobPlan) -> dict[str, Parts]:
         "the script": {"its text": _script()},
         "the structure of the model": describe_tensors(plan.model.built.tensors),
         "the model": dict(describe_model(plan.model.built.module)),
-        "the code of the job": {name: _describe(value, set()) for name, value in user.items()},
+        "the code of the job": {name: _describe(value, {}) for name, value in user.items()},
     }
 
 
@@ -65,37 +67,42 @@ def _script() -> str:
 
 def describe_model(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the name of each module, and its class, settings and code."""
+    kinds = {kind: _describe(kind, {}) for kind in {type(module) for module in model.modules()}}
     for name, module in model.named_modules():
         kind = type(module)
         own = sorted((key, value) for key, value in vars(module).items() if not key.startswith("_"))
-        values = [f"{key}={_describe(value, set())}" for key, value in own if not isinstance(value, nn.Module)]
-        yield str(name or kind.__name__), "\n".join([_describe(kind, set()), module.extra_repr(), *values])
+        values = [f"{key}={_describe(value, {})}" for key, value in own if not isinstance(value, nn.Module)]
+        yield str(name or kind.__name__), "\n".join([kinds[kind], module.extra_repr(), *values])
 
 
-def _describe(value: Any, seen: set[int]) -> str:
-    """Describe functions, classes and numbers; other values, such as tensors and strings, may differ between ranks."""
+def _describe(value: Any, seen: _Seen) -> str:
+    """Describe functions, classes and numbers; other values, such as tensors and strings, may differ between ranks.
+
+    Each object is described once, and then by its number, because the functions of a module may call each other.
+    """
+    if isinstance(value, bool | float):
+        return repr(value)
     if id(value) in seen:
-        return ""
-    below, text = seen | {id(value)}, ""
+        return f"#{seen[id(value)][0]}"
+    seen[id(value)] = len(seen), value
+    text = ""
     match value:
-        case bool() | float():
-            text = repr(value)
         case partial():
-            text = " ".join(_describe(each, below) for each in (value.func, *value.args, *value.keywords.values()))
+            text = " ".join(_describe(each, seen) for each in (value.func, *value.args, *value.keywords.values()))
         case MethodType():
-            text = _describe(value.__func__, below)
+            text = _describe(value.__func__, seen)
         case FunctionType() if not _is_installed(value):
-            text = _describe_function(value, below)
+            text = _describe_function(value, seen)
         case BuiltinFunctionType() | FunctionType():
             text = f"{value.__module__}.{value.__qualname__}"
         case type():
-            text = _describe_class(value, below)
+            text = _describe_class(value, seen)
         case _ if callable(value) and not isinstance(value, nn.Module) and not _is_installed(type(value)):
-            text = _describe_class(type(value), below)
+            text = _describe_class(type(value), seen)
     return text
 
 
-def _describe_class(kind: type, seen: set[int]) -> str:
+def _describe_class(kind: type, seen: _Seen) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if _is_installed(kind):
         return name
@@ -104,7 +111,7 @@ def _describe_class(kind: type, seen: set[int]) -> str:
     return " ".join([name, *(_describe(each, seen) for each in functions)])
 
 
-def _describe_function(function: FunctionType, seen: set[int]) -> str:
+def _describe_function(function: FunctionType, seen: _Seen) -> str:
     code = function.__code__
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
     named = [function.__globals__[name] for name in code.co_names if name in function.__globals__]

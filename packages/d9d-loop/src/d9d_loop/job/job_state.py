@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, UserError, agree, rank_role, refuse_later_writes, seed_everything
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
+from d9d_loop.job.optimizer_fit import check_state_fits
 from d9d_loop.model.frozen_digest import frozen_digest
 from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_metrics import Metric
@@ -145,7 +146,8 @@ class JobState:
 
         Raises:
             UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
-                have changed since the save.
+                have changed since the save. Also if the optimizer is of another class than the saved one, and cannot
+                continue from its state.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         self.restored = info = self._find(is_rollback=is_rollback)
@@ -179,6 +181,7 @@ class JobState:
         if self._rank_state is not None:  # learning rates that equal the initial ones are not saved
             self._reset_groups("lr")
         set_non_tensor_optimizer_state(self._model, self._optimizer, [each["optimizer"] for each in rank_states])
+        self._check_optimizer()
         role = rank_role(self._ctx)
         for metric in self._metrics.values():
             metric.reset()
@@ -190,6 +193,16 @@ class JobState:
         else:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
+
+    def _check_optimizer(self) -> None:
+        """Raise `UserError` on every rank if the optimizer cannot continue from the state of another class."""
+        problem: UserError | None = None
+        if self.optimizer_before not in {None, type(self._optimizer).__qualname__}:
+            try:
+                check_state_fits(self._optimizer, str(self.optimizer_before))
+            except UserError as error:
+                problem = error
+        agree(problem)
 
     def _find(self, *, is_rollback: bool) -> CheckpointInfo | None:
         """Return the newest valid checkpoint; `None` if the run has no checkpoint yet. Collective."""
