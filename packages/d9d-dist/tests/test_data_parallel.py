@@ -561,6 +561,7 @@ def _values_that_differ() -> list[str]:
             (ctx.rank, lambda model: parallelize_replicate(model, dense["dp_cp_shard"])),
             (ctx.rank % 2, lambda model: parallelize_hsdp(model, both, shard_axis="dp_cp_shard")),
             (ctx.rank // 2, lambda model: parallelize_hsdp(model, both, shard_axis="dp_cp_shard")),
+            (ctx.rank == 0, lambda model: parallelize_hsdp(model, both, shard_axis="dp_cp_shard")),
         ):
             torch.manual_seed(seed)
             with pytest.raises(UserError) as caught:
@@ -573,8 +574,9 @@ def _values_that_differ() -> list[str]:
 
 def test_values_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
     for messages in run_ranks(_values_that_differ, world_size=4):
-        for message in messages:
-            assert message.startswith("the values of weight, bias differ between the 2 ranks that would share them; ")
+        for message, num_ranks in zip(messages, (2, 4, 4, 4), strict=True):
+            text = f"the values of weight, bias differ between the {num_ranks} ranks that would share them; "
+            assert message.startswith(text)
             assert "Call torch.manual_seed with the same seed on all ranks before the model is built" in message
 
 

@@ -18,7 +18,7 @@ _SHOWN = 3
 
 @torch.no_grad()
 def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[nn.Parameter]) -> None:
-    """Raise `UserError` on all ranks of a mesh axis unless they have the same values of the parameters.
+    """Raise `UserError` on all ranks of a mesh unless they have the same values of the parameters.
 
     Collective over each axis, unless all parameters are on `meta`. Synchronizes the host with the device once.
     """
@@ -34,13 +34,16 @@ def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[
     if not sums:
         return
     found = torch.stack(list(sums.values())).tolist()
-    for axis in range(mesh.ndim):
-        of_ranks = gather_json(found, mesh.get_group(axis))
-        names = [name for name, *values in zip(sums, *of_ranks, strict=True) if len(set(values)) > 1]
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
-            raise UserError(
-                f"the values of {', '.join(names[:_SHOWN])}{more} differ between the {len(of_ranks)} ranks that would "
-                "share them; expected equal values. Call torch.manual_seed with the same seed on all ranks before the "
-                "model is built, or build it on `meta`."
-            )
+    names: list[str] = []
+    for axis in range(mesh.ndim):  # a later axis passes on what an earlier one has found, so that all ranks raise
+        received = gather_json([names, found], mesh.get_group(axis))
+        of_ranks = [values for _, values in received]
+        differing = [name for name, *values in zip(sums, *of_ranks, strict=True) if len(set(values)) > 1]
+        names = list(dict.fromkeys([*differing, *(name for each, _ in received for name in each)]))
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+        raise UserError(
+            f"the values of {', '.join(names[:_SHOWN])}{more} differ between the {mesh.size()} ranks that would "
+            "share them; expected equal values. Call torch.manual_seed with the same seed on all ranks before the "
+            "model is built, or build it on `meta`."
+        )
