@@ -288,6 +288,8 @@ def test_an_optimizer_that_cannot_continue_from_the_state_of_another_class_is_an
         UserError, match=r"state of SGD \(momentum_buffer\), but the optimizer is now AdamW, .* exp_avg"
     ):
         _trainer(tmp_path, steps=3, own_optimizer=lambda model: torch.optim.AdamW(model.parameters())).train()
+    # Without a step, any optimizer is accepted.
+    _trainer(tmp_path, steps=2, own_optimizer=lambda model: torch.optim.AdamW(model.parameters())).train()
     # Adam has the same state as AdamW.
     adam = _trainer(tmp_path / "fits", steps=2, own_optimizer=lambda model: torch.optim.Adam(model.parameters()))
     adam.train()

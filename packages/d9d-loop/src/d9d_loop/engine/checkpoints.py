@@ -81,13 +81,14 @@ class EngineCheckpoints:
         """Load the newest valid checkpoint; return its step and the caller's state, `None` without one. Collective.
 
         The state is that of this rank's coordinates. Raises `UserError` on every rank of another mesh if the states
-        differ.
+        differ, and if the optimizer cannot continue from the saved state of another class.
         """
         self._lock()
         self._store.wait()
         record, info = self._state.restore(), self._state.restored
         if info is None:
             return None
+        self._state.check_optimizer()
         rank_states: Any = info.rank_states
         states = {str(each["role"]): each["caller"] for each in rank_states}
         mine = str(rank_role(self._ctx))  # with the sizes of the mesh, so all ranks find their roles, or none

@@ -119,8 +119,10 @@ def _next_batches(job: Job) -> list[Any]:
 
 
 def _write_start(job: Job) -> None:
-    """Write the configuration and the plots to the run folder, and record the start in the journal. Collective."""
+    """Check the optimizer, write the configuration and the plots, and record the start in the journal. Collective."""
     plan, config, folder = job.plan, job.plan.config, job.plan.config.run.dir
+    if job.record.step < plan.steps:
+        job.state.check_optimizer()
     with writes_together(folder, job.ctx):
         if job.ctx.is_main_process:
             write_config(plan.resolved, folder)

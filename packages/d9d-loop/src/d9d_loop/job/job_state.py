@@ -146,8 +146,7 @@ class JobState:
 
         Raises:
             UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
-                have changed since the save. Also if the optimizer is of another class than the saved one, and cannot
-                continue from its state.
+                have changed since the save.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         self.restored = info = self._find(is_rollback=is_rollback)
@@ -181,7 +180,6 @@ class JobState:
         if self._rank_state is not None:  # learning rates that equal the initial ones are not saved
             self._reset_groups("lr")
         set_non_tensor_optimizer_state(self._model, self._optimizer, [each["optimizer"] for each in rank_states])
-        self._check_optimizer()
         role = rank_role(self._ctx)
         for metric in self._metrics.values():
             metric.reset()
@@ -194,8 +192,11 @@ class JobState:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
 
-    def _check_optimizer(self) -> None:
-        """Raise `UserError` on every rank if the optimizer cannot continue from the state of another class."""
+    def check_optimizer(self) -> None:
+        """Raise `UserError` on every rank if the optimizer cannot continue from the state of another class. Collective.
+
+        Call it after `restore`, before a step.
+        """
         problem: UserError | None = None
         if self.optimizer_before not in {None, type(self._optimizer).__qualname__}:
             try:
