@@ -202,6 +202,14 @@ def test_digests_compare_floats_of_python_but_for_rounding(value: float) -> None
     assert not are_close(digest(b"a"), digest(b"b"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_samples_of_large_tensors_are_not_one_column(dtype: torch.dtype) -> None:
+    rows = torch.ones(1 << 12, 64, dtype=dtype)
+    other = rows.clone()
+    other[:, 1] = 3
+    assert not are_close(digest_batches([{"x": rows}]), digest_batches([{"x": other}]))
+
+
 def _call_alone(call: str, folder: Path) -> str:
     calls: dict[str, Callable[[Engine], object]] = {
         "weights()": lambda engine: list(engine.weights()),

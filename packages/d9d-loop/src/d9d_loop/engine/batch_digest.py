@@ -2,7 +2,8 @@
 
 Otherwise a pipeline would train on the tokens of one batch and the labels of another. Integers are compared exactly:
 token ids, labels, masks. Floating-point values may have been computed on each rank, so they may differ by rounding.
-Large tensors on the CPU are sampled. Of tensors on an accelerator all integers are compared, and no other values.
+Large tensors on the CPU are sampled with a fixed odd stride; with an even one, all samples of a matrix could be in one
+column. Of tensors on an accelerator all integers are compared, and no other values.
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-_MAX_SAMPLES = 1 << 17
+_MAX_INTEGERS, _MAX_FLOATS = 1 << 17, 1 << 12  # samples of a tensor
 _FACTOR = 0x9E3779B97F4A7C1
 _MODULUS = (1 << 50) - 1  # exact as float64
 _FLOAT_SCALE = 1e4  # for a float, the tolerance is about 1 percent, but at least 1e-6
@@ -95,13 +96,14 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _samples(tensor: Tensor) -> Tensor:
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
-    return flat if len(flat) <= _MAX_SAMPLES else flat[:: -(-len(flat) // _MAX_SAMPLES)].contiguous()
+    limit = _MAX_FLOATS if flat.is_floating_point() else _MAX_INTEGERS
+    return flat if len(flat) <= limit else flat[:: -(-len(flat) // limit) | 1].contiguous()
 
 
 def _project(values: Tensor, number: int) -> tuple[float, float]:
     """Return the projection of a vector on one direction, and the logarithm of its length."""
     wide = values.to(torch.float32)
-    length, along = float(wide.norm()), float(wide @ _direction(len(wide)))
+    length, along = math.sqrt(torch.dot(wide, wide).item()), torch.dot(wide, _direction(len(wide))).item()
     if not (math.isfinite(length) and math.isfinite(along)):
         return _project(wide.nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0).clamp(-1e9, 1e9), number)
     return along / max(length, 1e-30) * (1 + number % 7), math.log1p(length)

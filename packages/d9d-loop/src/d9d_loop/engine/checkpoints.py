@@ -7,8 +7,9 @@ from pydantic import JsonValue
 from torch import nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, UserError, rank_role
+from d9d_dist import DistributedContext, UserError, agree, rank_role
 from d9d_loop.config.engine_config import EngineConfig
+from d9d_loop.engine.caller_state import decode_state, encode_state
 from d9d_loop.event_bus import Events
 from d9d_loop.job.job_state import JobState, Record
 from d9d_loop.job.local_tiers import local_tiers
@@ -20,7 +21,7 @@ from d9d_state import CheckpointStore, Retention
 
 @final
 class EngineCheckpoints:
-    """Checkpoints of an engine: model, optimizer, learning rates, random states, step, and a JSON value of the caller.
+    """Checkpoints of an engine: model, optimizer, learning rates, random states, step, and the caller's state.
 
     The run folder is locked from the first save or load until `close`. Nothing is written before the lock. `guard` is
     the guard of the engine's steps.
@@ -60,16 +61,14 @@ class EngineCheckpoints:
             rank_state=lambda: {"caller": self._caller_state},
         )
 
-    def save(self, step: int, state: JsonValue, *, background: bool) -> None:
+    def save(self, step: int, state: Any, *, background: bool) -> None:
         """Save a checkpoint of a step. Collective."""
-        self._lock()
-        self._caller_state = state
+        self._take(state)
         self._state.save(Record(step), background=background)
 
-    def save_local(self, step: int, state: JsonValue) -> None:
+    def save_local(self, step: int, state: Any) -> None:
         """Save a step in the local tiers that are due, in the background. Collective."""
-        self._lock()
-        self._caller_state = state
+        self._take(state)
         self._state.save_local(Record(step))
 
     def delete_local(self) -> None:
@@ -77,7 +76,7 @@ class EngineCheckpoints:
         self._store.wait()
         self._store.clear_tiers(self._ctx)
 
-    def load(self) -> tuple[int, JsonValue] | None:
+    def load(self) -> tuple[int, Any] | None:
         """Load the newest valid checkpoint; return its step and the caller's state, `None` without one. Collective.
 
         The state is that of this rank's coordinates. Raises `UserError` on every rank of another mesh if the states
@@ -90,21 +89,35 @@ class EngineCheckpoints:
             return None
         self._state.check_optimizer()
         rank_states: Any = info.rank_states
-        states = {str(each["role"]): each["caller"] for each in rank_states}
-        mine = str(rank_role(self._ctx))  # with the sizes of the mesh, so all ranks find their roles, or none
-        if mine not in states and any(each != rank_states[0]["caller"] for each in states.values()):
+        mine = rank_role(self._ctx)  # with the sizes of the mesh, so all ranks find their roles, or none
+        state, *others = [each["caller"] for each in rank_states if each["role"] == mine] or [
+            each["caller"] for each in rank_states
+        ]
+        if any(other != state for other in others):
             raise UserError(
                 "the checkpoint has a state of the caller for each rank, but was saved on another mesh; expected a "
                 "state that is equal on all ranks. Load it on the mesh that saved it, and pass the states of all ranks "
                 "to save(), such as those of d9d_dist.gather_json(state)."
             )
-        return record.step, states.get(mine, rank_states[0]["caller"])
+        return record.step, decode_state(state)
 
     def close(self) -> None:
         """Finish a pending save, and unlock the folder. Collective."""
         if self._is_locked:
             self._state.finish()
         self._open.close()
+
+    def _take(self, state: Any) -> None:
+        """Lock the folder, and encode the caller's state. Collective."""
+        self._lock()
+        problem: str | UserError | None = None
+        try:
+            self._caller_state = encode_state(state)
+        except UserError as error:
+            problem = error
+        except RuntimeError as error:  # a tensor without values, a state that contains itself
+            problem = f"got a state that cannot be saved: {error}"
+        agree(problem)
 
     def _lock(self) -> None:
         if not self._is_locked:

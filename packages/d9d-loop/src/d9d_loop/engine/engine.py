@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Literal, Self, TypeVar, final, overload
 
 import torch
-from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
@@ -429,24 +428,27 @@ class Engine:
             yield
         self.pipeline.shared.copy_values()
 
-    def save(self, state: JsonValue = None, *, background: bool = False) -> None:
+    def save(self, state: Any = None, *, background: bool = False) -> None:
         """Save a checkpoint of model, optimizer, learning rates, random states and step. Collective.
 
         Args:
-            state: JSON value of the caller, such as the number of prompts that were used. It may differ between ranks,
-                such as the state of a generator; it can then be loaded only on the same mesh.
+            state: State of the caller, such as the number of prompts that were used: JSON, and tensors of at most
+                16 MiB in all. It may differ between ranks, such as the state of a generator; it can then be loaded only
+                on the same mesh.
             background: True to return after the copy to host memory, and write the files in the background.
 
         Raises:
-            UserError: If the engine has no checkpoints, or there are accumulated gradients that no `step` has used.
+            UserError: If the engine has no checkpoints, or there are accumulated gradients that no `step` has used. On
+                every rank, if `state` has a `DTensor` or too large tensors.
             BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
-            StateError: On every rank, if this save or the previous background save failed on any rank.
+            StateError: On every rank, if `state` has another value that is not JSON, or if this save or the previous
+                background save failed on any rank.
         """
         checkpoints = self._settle_for("save()")
         same_call("save()")
         checkpoints.save(self.num_steps, state, background=background)
 
-    def save_local(self, state: JsonValue = None) -> None:
+    def save_local(self, state: Any = None) -> None:
         """Save as `save` does, but in the local tiers of `EngineConfig.tiers` that are due at this step. Collective.
 
         Call it after every step. The files are written in the background, and `load` reads them if they are newer than
@@ -473,10 +475,11 @@ class Engine:
         self._apply_decisions(settle=True)
         return checkpoints
 
-    def load(self) -> JsonValue:
+    def load(self) -> Any:
         """Load the newest valid checkpoint, and return the state that was passed to `save`. Collective.
 
-        Without checkpoints, the weights do not change, and the result is `None`. Accumulated gradients are discarded.
+        Tensors of the state have the saved dtypes and values, and are on the CPU; tuples are now lists. Without
+        checkpoints, the weights do not change, and the result is `None`. Accumulated gradients are discarded.
         Learning rates that `step` or `set_learning_rates` has set are restored. Buffers that checkpoints omit, such as
         tokens per expert, get the values that they had before the first step.
 

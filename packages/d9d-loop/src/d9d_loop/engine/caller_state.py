@@ -1,0 +1,61 @@
+"""The state that a caller of the engine saves: JSON in which tensors are allowed."""
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from d9d_dist import UserError
+
+MAX_BYTES = 16 << 20
+_KEY = "d9d.tensor"
+
+
+def encode_state(state: Any) -> JsonValue:
+    """Return a state in which each tensor is a dict with its dtype, shape and bytes.
+
+    Raises:
+        UserError: If a tensor is a `DTensor`, or all tensors together have more than `MAX_BYTES`.
+    """
+    tensors: list[Tensor] = []
+    encoded = _encode(state, "state", tensors)
+    if (size := sum(each.nbytes for each in tensors)) > MAX_BYTES:
+        raise UserError(
+            f"got tensors of {size} bytes in the state of a save; expected at most {MAX_BYTES} bytes on each rank, "
+            "because each rank reads the states of all ranks. Register large tensors as buffers of the model, or save "
+            "them in a file of your own and pass its path."
+        )
+    return encoded
+
+
+def decode_state(state: JsonValue) -> Any:
+    """Return the state that `encode_state` encoded; its tensors are on the CPU."""
+    if isinstance(state, list):
+        return [decode_state(each) for each in state]
+    if isinstance(state, dict):
+        if state.keys() == {_KEY}:
+            return torch.load(io.BytesIO(base64.b64decode(str(state[_KEY]))), weights_only=True)
+        return {key: decode_state(each) for key, each in state.items()}
+    return state
+
+
+def _encode(value: Any, path: str, tensors: list[Tensor]) -> Any:
+    if isinstance(value, DTensor):
+        raise UserError(
+            f"got a DTensor as {path} of a save; expected a plain tensor. Pass full_tensor() or to_local() of it."
+        )
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        data = io.BytesIO()
+        torch.save(value.detach().to("cpu", copy=True).contiguous(), data)
+        return {_KEY: base64.b64encode(data.getvalue()).decode()}
+    if isinstance(value, Mapping):
+        return {key: _encode(each, f"{path}[{key!r}]", tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(each, f"{path}[{index}]", tensors) for index, each in enumerate(value)]
+    return value
