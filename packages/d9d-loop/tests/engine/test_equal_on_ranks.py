@@ -202,6 +202,17 @@ def test_digests_compare_floats_of_python_but_for_rounding(value: float) -> None
     assert not are_close(digest(b"a"), digest(b"b"))
 
 
+@pytest.mark.parametrize("size", [1, 8, 1 << 14])
+def test_differences_of_equal_policies_may_be_other_rounding_on_each_rank(size: int) -> None:
+    digests = []
+    for rank in range(2):
+        draws = torch.Generator().manual_seed(rank)
+        noise = 2e-7 * torch.randn(size, generator=draws)
+        digests.append(digest_batches([{"ids": IDS, "kl": noise, "advantages": noise.double()}]))
+    assert are_close(*digests)
+    assert not are_close(digests[0], digest_batches([{"ids": IDS, "kl": noise + 1.0, "advantages": noise.double()}]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 def test_samples_of_large_tensors_are_not_one_column(dtype: torch.dtype) -> None:
     rows = torch.ones(1 << 12, 64, dtype=dtype)

@@ -21,6 +21,7 @@ _MAX_INTEGERS, _MAX_FLOATS = 1 << 17, 1 << 12  # samples of a tensor
 _FACTOR = 0x9E3779B97F4A7C1
 _MODULUS = (1 << 50) - 1  # exact as float64
 _FLOAT_SCALE = 1e4  # for a float, the tolerance is about 1 percent, but at least 1e-6
+_SMALLEST = 1e-3  # differences of 1e-6 are rounding also in values about 0, such as those of two equal policies
 TOLERANCE = 1e-2
 """Largest difference of a digest of floating-point values: of values that are different, almost all digests differ."""
 
@@ -106,7 +107,7 @@ def _project(values: Tensor, number: int) -> tuple[float, float]:
     length, along = math.sqrt(torch.dot(wide, wide).item()), torch.dot(wide, _direction(len(wide))).item()
     if not (math.isfinite(length) and math.isfinite(along)):
         return _project(wide.nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0).clamp(-1e9, 1e9), number)
-    return along / max(length, 1e-30) * (1 + number % 7), math.log1p(length)
+    return along / max(length, _SMALLEST * math.sqrt(len(wide))) * (1 + number % 7), math.log1p(length)
 
 
 @lru_cache(maxsize=16)
