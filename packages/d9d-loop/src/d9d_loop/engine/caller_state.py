@@ -1,7 +1,6 @@
 """The state that a caller of the engine saves: JSON in which tensors are allowed."""
 
 import base64
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +37,8 @@ def decode_state(state: JsonValue) -> Any:
     if isinstance(state, list):
         return [decode_state(each) for each in state]
     if isinstance(state, dict):
-        if state.keys() == {_KEY}:
-            return torch.load(io.BytesIO(base64.b64decode(str(state[_KEY]))), weights_only=True)
+        if _KEY in state:
+            return _decode_tensor(state)
         return {key: decode_state(each) for key, each in state.items()}
     return state
 
@@ -51,11 +50,27 @@ def _encode(value: Any, path: str, tensors: list[Tensor]) -> Any:
         )
     if isinstance(value, Tensor):
         tensors.append(value)
-        data = io.BytesIO()
-        torch.save(value.detach().to("cpu", copy=True).contiguous(), data)
-        return {_KEY: base64.b64encode(data.getvalue()).decode()}
+        return _encode_tensor(value)
     if isinstance(value, Mapping):
         return {key: _encode(each, f"{path}[{key!r}]", tensors) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_encode(each, f"{path}[{index}]", tensors) for index, each in enumerate(value)]
     return value
+
+
+def _encode_tensor(tensor: Tensor) -> dict[str, JsonValue]:
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().clone()
+    data = bytearray(flat.nbytes)
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(flat.view(torch.uint8))
+    return {
+        _KEY: base64.b64encode(data).decode(),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+    }
+
+
+def _decode_tensor(encoded: Mapping[str, Any]) -> Tensor:
+    shape, dtype = encoded["shape"], getattr(torch, encoded["dtype"])
+    data = bytearray(base64.b64decode(encoded[_KEY]))
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
