@@ -34,7 +34,8 @@ def main() -> None:
 def read_trainer(words: Sequence[str]) -> "d9d_loop.Trainer":
     """Build the Trainer of the file and the overrides on a command line: a job on text, or a preset."""
     if _is_text_job(words):
-        return jobs.text_trainer(TextJobConfig.from_cli(arguments=words))
+        text_config = TextJobConfig.from_cli(arguments=words)  # its errors come before the import of torch
+        return jobs.text_trainer(text_config)
     config = PresetConfig.from_cli(arguments=words)
     look_beside_preset(words)
     return d9d_loop.preset_trainer(config)
