@@ -100,3 +100,17 @@ def test_classes_of_a_table_have_their_names(tmp_path: Path) -> None:
         samples = open_samples([tmp_path / name], key="files")
         assert [samples[index]["label"] for index in range(3)] == ["no", "yes", None]  # -1 is no class
         assert list(samples)[1] == {"text": "b", "label": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"a\.csv is empty; expected a first line with the names of the columns"),
+        ("text,label,text\na,1,b\n", r"a\.csv has more than one column 'text'; expected different names"),
+    ],
+)
+def test_columns_of_csv_files_have_names_of_their_own(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        open_samples([path], key="dataset.files", text_field="text")

@@ -250,7 +250,11 @@ def _open_csv(path: Path) -> Samples:
     import datasets
 
     with path.open(encoding="utf-8-sig", newline="") as file:
-        header = next(csv.reader(file))
+        header = next(csv.reader(file), [])
+    if not header:
+        raise UserError(f"{path} is empty; expected a first line with the names of the columns.")
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
+        raise UserError(f"{path} has more than one column {repeated[0]!r}; expected different names. Rename one.")
     # By default, the reader turns words such as NA into nulls, and guesses the types of columns block by block.
     columns = datasets.Features({name: datasets.Value("string") for name in header})
     return _load("csv", path, features=columns, na_filter=False, encoding="utf-8-sig")
