@@ -337,7 +337,7 @@ def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
 def _trainable(model: "nn.Module", roles: "Mapping[str, ParameterRole]") -> list[Member]:
     from d9d_dist import canonical_name, parameter_roles  # noqa: PLC0415 - imports torch
 
-    known = {**parameter_roles(model), **roles}
+    known = {canonical_name(name): role for name, role in {**parameter_roles(model), **roles}.items()}
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
     return [Member(name, parameter, known[name]) for name, parameter in named if parameter.requires_grad]
 
