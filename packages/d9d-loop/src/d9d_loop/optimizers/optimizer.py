@@ -337,9 +337,15 @@ def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
 def _trainable(model: "nn.Module", roles: "Mapping[str, ParameterRole]") -> list[Member]:
     from d9d_dist import canonical_name, parameter_roles  # noqa: PLC0415 - imports torch
 
-    known = {canonical_name(name): role for name, role in {**parameter_roles(model), **roles}.items()}
-    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
-    return [Member(name, parameter, known[name]) for name, parameter in named if parameter.requires_grad]
+    own = parameter_roles(model)
+    # The stages of a pipeline name their parameters as the whole model does, unlike their modules.
+    owners = {
+        id(parameter): own[canonical_name(f"{prefix}.{name}".lstrip("."))]
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    named = ((canonical_name(name), each) for name, each in model.named_parameters() if each.requires_grad)
+    return [Member(name, each, roles[name] if name in roles else owners[id(each)]) for name, each in named]
 
 
 def optimizer_kinds(config: OptimizerSettings, model: "nn.Module") -> dict[str, str]:
