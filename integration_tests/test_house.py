@@ -261,7 +261,7 @@ heavy = {"sympy", "triton", "transformers", "torchao", "matplotlib", "torch.dist
 print(sorted(heavy & set(sys.modules)))
 from d9d_loop import Loss, ModelProvider, StepDone, Task, Trainer
 from d9d_loop.data import DataProvider
-print(sorted((({"torch.distributed.fsdp"} | heavy) - {"sympy", "torch.distributed.tensor"}) & set(sys.modules)))
+print(sorted(({"torch.distributed.fsdp"} | heavy) & set(sys.modules)))
 from d9d_modules import Qwen3ForCausalLM
 heavy = {"triton", "transformers", "torchao", "matplotlib", "torch._dynamo", "torch.distributed.checkpoint"}
 print(sorted(heavy & set(sys.modules)))

@@ -61,7 +61,7 @@ def test_the_errors_of_other_ranks_contain_the_error_of_the_failed_rank(
     fault: str, sections: dict[str, Any], expected: str
 ) -> None:
     ended = _run(fault, 1, **sections)
-    assert sorted(rank.code for rank in ended) in ([1, 1], [1, 125])
+    assert [rank.code for rank in ended] == [ExitCode.PEER_LOST, 1]
     assert re.search(expected, ended[1].errors), ended[1].errors
     assert re.search(f"Rank 1 failed before this rank: {expected}", ended[0].errors), ended[0].errors
 
@@ -74,7 +74,7 @@ def test_the_error_names_the_event_handler_that_failed() -> None:
 
 def test_a_full_disk_ends_all_ranks_and_names_the_rank() -> None:
     ended = _run("disk is full", 1)
-    assert sorted(rank.code for rank in ended) in ([1, 1], [1, 125])
+    assert [rank.code for rank in ended] == [1, 1]
     for rank in ended:
         assert "File too large" in rank.errors
         assert "rank 1" in rank.errors
@@ -135,7 +135,7 @@ def test_a_signal_after_the_save_does_not_change_the_exit_code() -> None:
 
 def test_a_non_finite_gradient_on_one_rank_is_reported_by_all() -> None:
     ended = _run("gradient is NaN", 1, resilience={"bad_steps": {"non_finite": "stop"}})
-    assert sorted(rank.code for rank in ended) in ([1, 1], [1, 125])
+    assert [rank.code for rank in ended] == [1, 1]
     where = r"BadStepError: step 3: .* the gradient of \w+ of 'linear', in the backward pass of rank 1\."
     assert all(re.search(where, rank.errors) for rank in ended), ended
 

@@ -430,8 +430,15 @@ class CheckpointStore:
         Also raises `UserError` if the run has an undamaged checkpoint of a later step.
         """
         step = step_of(folder.name)
-        later = (info for info in self._of_run(above=step) if info.root not in self._damaged)
-        found = newest_sound(self.root, later, ctx, verify=True, damaged=self._damaged)
+        later: list[CheckpointInfo] = []
+        with failing_together(ctx, f"{folder} cannot be read"):
+            if is_main(ctx):
+                later = [info for info in self._of_run(above=step) if info.root not in self._damaged]
+                if not later:
+                    self._clear_step(folder)
+        if not gather_json(bool(later), alone=ctx is None)[0]:
+            return
+        found = newest_sound(self.root, iter(later), ctx, verify=True, damaged=self._damaged)
         if found is not None:
             raise UserError(
                 f"got step = {step}, but {self.root} has a checkpoint of the later step {found.step}, from which a "
@@ -439,22 +446,23 @@ class CheckpointStore:
                 "later ones; or save in another folder."
             )
         with failing_together(ctx, f"{folder} cannot be read"):
-            if not is_main(ctx):
-                return
-            if not folder.exists():
-                return
-            try:
-                if folder in self._damaged:
-                    raise StateError("a rank found it damaged.")
-                open_complete(folder).verify()
-            except UnreadableError:
-                raise
-            except StateError as reason:
-                move_aside(folder, reason)
-                return
-            raise UserError(
-                f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
-            )
+            if is_main(ctx):
+                self._clear_step(folder)
+
+    def _clear_step(self, folder: AnyPath) -> None:
+        """Move a damaged checkpoint aside; raise `UserError` for an undamaged one. Main process only."""
+        if not folder.exists():
+            return
+        try:
+            if folder in self._damaged:
+                raise StateError("a rank found it damaged.")
+            open_complete(folder).verify()
+        except UnreadableError:
+            raise
+        except StateError as reason:
+            move_aside(folder, reason)
+            return
+        raise UserError(f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step.")
 
     def _of_run(self, *, above: int, up_to: float = math.inf) -> Iterator[CheckpointInfo]:
         """Iterate over the complete checkpoints of the run under which the store saves, newest first.
