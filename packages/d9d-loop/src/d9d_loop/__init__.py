@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from d9d_loop.config.trainer_config import JobConfig as JobConfig
     from d9d_loop.config.trainer_config import LocalTierConfig as LocalTierConfig
     from d9d_loop.config.trainer_config import LoggingConfig as LoggingConfig
+    from d9d_loop.config.trainer_config import OutputConfig as OutputConfig
     from d9d_loop.config.trainer_config import PipelineConfig as PipelineConfig
     from d9d_loop.config.trainer_config import ProfileConfig as ProfileConfig
     from d9d_loop.config.trainer_config import RunConfig as RunConfig

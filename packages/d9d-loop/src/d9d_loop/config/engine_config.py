@@ -10,7 +10,7 @@ from d9d_loop.config.trainer_config import (
     InitialWeights,
     JobConfig,
     LocalTierConfig,
-    RunConfig,
+    OutputConfig,
     TrainingPrecision,
 )
 from d9d_loop.optimizers.optimizer import AdamWConfig, OptimizerConfig
@@ -21,7 +21,7 @@ class EngineConfig(JobConfig):
     """Configuration of an `Engine`. The caller supplies the data, the number of steps and the learning rates."""
 
     seed: int = Field(default=0, ge=0, description="Seed of initial weights and dropout.")
-    run: RunConfig = RunConfig()
+    run: OutputConfig = OutputConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     precision: TrainingPrecision = "auto"
     pipeline_schedule: PipelineScheduleConfig = Field(

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field, PositiveInt
 
 from d9d_dist import MeshConfig, PrecisionName
-from d9d_loop.config.trainer_config import JobConfig, LoggingConfig, RunConfig, WorkerConfig
+from d9d_loop.config.trainer_config import JobConfig, LoggingConfig, OutputConfig, WorkerConfig
 from d9d_loop.resilience import HangConfig
 
 
@@ -22,7 +22,7 @@ class InferenceConfig(JobConfig):
         description="Samples per part: results are written part by part, and a restart repeats an unfinished part.",
     )
     seed: int = Field(default=0, ge=0, description="Seed of the model's random numbers, such as for sampling tokens.")
-    run: RunConfig = RunConfig()
+    run: OutputConfig = OutputConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     precision: PrecisionName = Field(
         default="auto",

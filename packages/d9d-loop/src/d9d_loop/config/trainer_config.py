@@ -58,8 +58,8 @@ class JobConfig(Section):
         return parse_command_line(cls, default_file, arguments)
 
 
-class RunConfig(Section):
-    """Output folder of a job."""
+class OutputConfig(Section):
+    """Output folder of an [`Engine`][d9d_loop.Engine] or [`Inference`][d9d_loop.Inference]."""
 
     folder: Path = Field(default=Path("runs"), description="Folder that contains all runs.")
     name: str = Field(default="run", min_length=1, description="Name of this run, and of its folder.")
@@ -70,7 +70,7 @@ class RunConfig(Section):
         return self.folder / self.name
 
 
-class TrainingRunConfig(RunConfig):
+class RunConfig(OutputConfig):
     """Output folder of a training job, and its relation to earlier starts."""
 
     from_scratch: bool = Field(
@@ -296,7 +296,7 @@ class TrainerConfig(JobConfig):
     )
     batch: BatchConfig
     seed: int = Field(default=0, ge=0, description="Seed of initial weights, sample order and dropout.")
-    run: TrainingRunConfig = TrainingRunConfig()
+    run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     precision: TrainingPrecision = "auto"
     pipeline: PipelineConfig = PipelineConfig.model_validate({})
