@@ -27,8 +27,8 @@ from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.engine.engine import Engine
+from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.job.job import _build_loader, build_engine
-from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.planning.dry_runs import _messages
 from d9d_loop.resilience import StepGuard
 from d9d_modules import ATTENTION_VARIABLE, parallelize_decoder

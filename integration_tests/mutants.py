@@ -29,8 +29,8 @@ import d9d_dist.data_parallel
 import d9d_dist.gradient_norm
 import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
+import d9d_loop.engine.model_build
 import d9d_loop.engine.step_totals
-import d9d_loop.model.model_build
 import d9d_modules.chunked_cross_entropy
 import d9d_pipeline._channel
 import d9d_pipeline._stage
@@ -131,7 +131,7 @@ def _hybrid_over(change: Callable[[DeviceMesh, str], DeviceMesh]) -> Generator[N
     """Apply hybrid sharding over fewer axes than given; the Trainer's own check would refuse it."""
     with (
         mock.patch.object(d9d_dist.data_parallel, "_replicate_and_shard", change),
-        mock.patch.object(d9d_loop.model.model_build, "check_parallelized"),
+        mock.patch.object(d9d_loop.engine.model_build, "check_parallelized"),
     ):
         yield
 
@@ -358,7 +358,7 @@ def splitting_unties_the_head() -> Generator[None]:
 
     with (
         mock.patch("d9d_dist.tensor_parallel.distribute_parameters", untie),
-        mock.patch.object(d9d_loop.model.model_build, "check_unchanged"),
+        mock.patch.object(d9d_loop.engine.model_build, "check_unchanged"),
     ):
         yield
 

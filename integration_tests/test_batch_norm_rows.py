@@ -99,7 +99,7 @@ def test_replicas_equal_one_process() -> None:
 
 
 def statistics_are_each_ranks_own() -> AbstractContextManager[object]:
-    return mock.patch("d9d_loop.model.model_build.synchronize_batch_norm")
+    return mock.patch("d9d_loop.engine.model_build.synchronize_batch_norm")
 
 
 def gradients_through_the_statistics_stay_on_their_rank() -> AbstractContextManager[object]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import d9d_dist.model_values
+import d9d_loop.engine.model_build
 import d9d_loop.model.built_model
-import d9d_loop.model.model_build
 from d9d_dist import StageInfo, built_values
 from d9d_dist.testing import RankError, full_parameters, run_ranks
 from d9d_loop import Finished, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
@@ -150,7 +150,7 @@ def _values_are_drawn_anew() -> AbstractContextManager[object]:
         with torch.no_grad():
             models[0].norm.weight.to_local().fill_(0.5)
 
-    return _replace(d9d_loop.model.model_build, "place_values", place)
+    return _replace(d9d_loop.engine.model_build, "place_values", place)
 
 
 def _buffers_are_dropped() -> AbstractContextManager[object]:
@@ -158,7 +158,7 @@ def _buffers_are_dropped() -> AbstractContextManager[object]:
         found = original(*args, **kwargs)
         return {name: value * 0 if name in ("scale", "shift") else value for name, value in found.items()}
 
-    return _replace(d9d_loop.model.model_build, "_values_of", values)
+    return _replace(d9d_loop.engine.model_build, "_values_of", values)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _ties_are_broken() -> Generator[None]:
 
     with (
         _replace(d9d_loop.model.built_model, "build_with_values", build),
-        _replace(d9d_loop.model.model_build, "build_with_values", build),
+        _replace(d9d_loop.engine.model_build, "build_with_values", build),
     ):
         yield
 
@@ -244,7 +244,7 @@ def _unseeded(stage: StageInfo) -> nn.Module:
 
 @contextmanager
 def _differences_are_not_compared() -> Generator[None]:
-    with mock.patch.object(d9d_loop.model.model_build, "report_different_values"):
+    with mock.patch.object(d9d_loop.engine.model_build, "report_different_values"):
         yield
 
 

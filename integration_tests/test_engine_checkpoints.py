@@ -15,7 +15,7 @@ from d9d_dist import StageInfo
 from d9d_dist.testing import RankPool, differences, full_parameters, run_ranks
 from d9d_loop import Engine, EngineConfig
 from d9d_loop.config.trainer_config import LocalTierConfig
-from d9d_loop.job.local_tiers import local_tiers
+from d9d_loop.engine.local_tiers import local_tiers
 
 Mesh = dict[str, int]
 LAYOUTS: dict[str, tuple[Mesh, Mesh]] = {

@@ -15,16 +15,16 @@ from mutants import collectives_replaced
 from torch import Tensor
 
 import d9d_loop.engine.engine
+import d9d_loop.engine.pipeline
 import d9d_loop.engine.step_totals
-import d9d_loop.job.pipeline
 import d9d_modules.vocabulary_scores
 import d9d_peft
 from d9d_dist import Region
 from d9d_dist.testing import differences, run_ranks
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.reference import ReferenceWeights
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.engine.train_step import TrainStep
-from d9d_loop.job.pipeline import Pipeline
 from d9d_state.model_stream import gathered_weights
 
 RTOL = 1e-9
@@ -235,7 +235,7 @@ def _rows_are_joined_in_rank_order() -> Generator[None]:
 
         return [{name: gather(value) for name, value in each.items()} for each in tree]
 
-    with mock.patch.object(d9d_loop.job.pipeline.ContextSplit, "join", joined):
+    with mock.patch.object(d9d_loop.engine.pipeline.ContextSplit, "join", joined):
         yield
 
 

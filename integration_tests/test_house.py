@@ -1,6 +1,7 @@
 """Repository rules that no tool checks."""
 
 import ast
+import graphlib
 import importlib
 import importlib.util
 import re
@@ -78,6 +79,42 @@ def test_type_checkers_read_the_default_of_each_field() -> None:
 
 def test_every_module_has_a_docstring() -> None:
     assert not [path for path in SOURCES if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
+
+
+def _folder(module: list[str], package: Path) -> str:
+    """Return the folder of a module below its package, or the module itself if it stands beside the folders."""
+    return f"{module[1]}/" if (package / module[1]).is_dir() else module[1]
+
+
+def imports_between_folders(package: Path) -> dict[str, set[str]]:
+    """Return the folders, and modules beside them, that each one imports, also in functions and for type checkers."""
+    found: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        inside = path.relative_to(package.parent).with_suffix("").parts
+        if inside[1] == "__init__":  # exports everything
+            continue
+        here = _folder(list(inside), package)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == package.name:
+                names = [[package.name, name.name] for name in node.names]
+                modules = names if node.module == package.name else [node.module.split(".")]
+                found.setdefault(here, set()).update(_folder(module, package) for module in modules)
+    return {here: others - {here} for here, others in found.items()}
+
+
+@pytest.mark.parametrize("package", sorted(path.parent for path in (ROOT / "packages").glob("*/src/*/__init__.py")))
+def test_no_circles_between_folders(package: Path) -> None:
+    order = graphlib.TopologicalSorter(imports_between_folders(package))
+    order.prepare()  # raises CycleError, which shows the circle
+
+
+def test_a_circle_between_folders_is_found(tmp_path: Path) -> None:
+    for name, text in {"a/one": "from p.b import two", "b/two": "def f():\n    from p.a.one import x"}.items():
+        path = tmp_path / "p" / f"{name}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(graphlib.CycleError, match="nodes are in a cycle"):
+        graphlib.TopologicalSorter(imports_between_folders(tmp_path / "p")).prepare()
 
 
 def test_at_most_one_folder_below_a_package() -> None:

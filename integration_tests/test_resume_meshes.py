@@ -32,7 +32,7 @@ from d9d_loop import (
     TrainerConfig,
 )
 from d9d_loop.data import IndexedStream, SampleStream, ShuffledStream
-from d9d_loop.job import local_tiers
+from d9d_loop.engine import local_tiers
 from d9d_loop.testing import parse_layout
 from d9d_modules import parallelize_decoder
 from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, parallelize_moe

@@ -13,9 +13,9 @@ from training_state import problems, reference_of_adapters, sampled, tokens_per_
 
 from d9d_dist import BufferValues
 from d9d_dist.testing import run_ranks
+from d9d_loop.engine.job_state import JobState
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.train_step import TrainStep
-from d9d_loop.job.job_state import JobState
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.tasks import NextTokenTask
 
 LAYOUTS: dict[str, dict[str, int]] = {

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from d9d_loop.config.preset import InferencePresetConfig as InferencePresetConfig
     from d9d_loop.config.preset import PresetConfig as PresetConfig
     from d9d_loop.config.schedule_config import ScheduleConfig as ScheduleConfig
-    from d9d_loop.config.section import Section as Section
     from d9d_loop.config.trainer_config import BatchConfig as BatchConfig
     from d9d_loop.config.trainer_config import CheckpointConfig as CheckpointConfig
     from d9d_loop.config.trainer_config import DataConfig as DataConfig
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from d9d_loop.data.samples import Collate as Collate
     from d9d_loop.data.samples import Samples as Samples
     from d9d_loop.engine.engine import Engine as Engine
+    from d9d_loop.engine.pipeline import Pipeline as Pipeline
     from d9d_loop.engine.train_step import StepResult as StepResult
     from d9d_loop.event_bus import Events as Events
     from d9d_loop.event_bus import on_event as on_event
@@ -67,11 +67,8 @@ if TYPE_CHECKING:
     from d9d_loop.job.job import Job as Job
     from d9d_loop.job.job import build_job as build_job
     from d9d_loop.job.job_run import run_job as run_job
-    from d9d_loop.job.pipeline import Pipeline as Pipeline
     from d9d_loop.job.plan import JobPlan as JobPlan
     from d9d_loop.job.plan import plan_job as plan_job
-    from d9d_loop.job.preset_job import preset_inference as preset_inference
-    from d9d_loop.job.preset_job import preset_trainer as preset_trainer
     from d9d_loop.job.profiler import Profiler as Profiler
     from d9d_loop.job.trainer import Trainer as Trainer
     from d9d_loop.lr.lr_schedule import LrSchedule as LrSchedule
@@ -96,10 +93,13 @@ if TYPE_CHECKING:
     from d9d_loop.optimizers.optimizer import ScheduleFreeAdamWConfig as ScheduleFreeAdamWConfig
     from d9d_loop.optimizers.optimizer import SGDConfig as SGDConfig
     from d9d_loop.optimizers.optimizer import StochasticAdamWConfig as StochasticAdamWConfig
+    from d9d_loop.preset_job import preset_inference as preset_inference
+    from d9d_loop.preset_job import preset_trainer as preset_trainer
     from d9d_loop.resilience import ExitCode as ExitCode
     from d9d_loop.resilience import ResilienceConfig as ResilienceConfig
     from d9d_loop.resilience import Stopped as Stopped
     from d9d_loop.resilience.bad_steps import BadStepError as BadStepError
+    from d9d_loop.section import Section as Section
     from d9d_loop.task import BatchTask as BatchTask
     from d9d_loop.task import InferenceTask as InferenceTask
     from d9d_loop.task import Loss as Loss

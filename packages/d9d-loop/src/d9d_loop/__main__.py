@@ -4,14 +4,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import d9d_loop
-from d9d_dist import UserError
-from d9d_loop import jobs
+from d9d_loop import planning
 from d9d_loop.cli_main import cli_main
-from d9d_loop.config.config_file import read_config_file
-from d9d_loop.config.config_source import split_words
-from d9d_loop.config.preset import PresetConfig, look_beside_preset
-from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.job_files import read_job
 from d9d_loop.jobs.starter_files import STARTERS, write_starter
 
 
@@ -28,17 +23,10 @@ def main() -> None:
         if "--init" in words:
             _init(words[words.index("--init") + 1 :])
         else:
-            print(read_trainer(words).train())
-
-
-def read_trainer(words: Sequence[str]) -> "d9d_loop.Trainer":
-    """Build the Trainer of the file and the overrides on a command line: a job on text, or a preset."""
-    if _is_text_job(words):
-        text_config = TextJobConfig.from_cli(arguments=words)  # its errors come before the import of torch
-        return jobs.text_trainer(text_config)
-    config = PresetConfig.from_cli(arguments=words)
-    look_beside_preset(words)
-    return d9d_loop.preset_trainer(config)
+            trainer, config = read_job(words)
+            if config.plan.hardware is not None:
+                planning.warn_if_too_large(trainer, hardware=config.plan.hardware)
+            print(trainer.train())
 
 
 def _init(words: Sequence[str]) -> None:
@@ -48,20 +36,6 @@ def _init(words: Sequence[str]) -> None:
         return
     path = write_starter(words[0], Path.cwd())
     print(f"wrote {path.name}. Edit it, then run: d9d-train {path.name}")
-
-
-def _is_text_job(words: Sequence[str]) -> bool:
-    if "--help" in words or "-h" in words:
-        files = [word for word in words if not word.startswith("-") and Path(word).is_file()]
-        return bool(files) and "job" in read_config_file(files[0])
-    if "--schema" in words:
-        return False
-    file, overrides = split_words(words)
-    if file is None:
-        raise UserError(
-            "no configuration file; expected d9d-train FILE.toml. d9d-train --init lists files to start from."
-        )
-    return "job" in read_config_file(file) or any(key == "job" for key, _ in overrides)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from d9d_dist import StartupTimeoutError, UserError
-from d9d_loop.data import DataError
+from d9d_loop.data_error import DataError
 from d9d_loop.resilience import ExitCode, Stopped
 from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_state import StateError

@@ -95,6 +95,10 @@ def test_a_preset_file_starts_a_job_without_a_script(
     with pytest.raises(SystemExit, match=r"^2$"):
         main()
     assert capsys.readouterr().err.startswith("d9d: model.use = 'nowhere:net': no module named nowhere.")
+    monkeypatch.setattr(sys, "argv", ["d9d-train", *arguments, "--plan.hardware", "h1000"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main()
+    assert "got the hardware 'h1000'; expected one of" in capsys.readouterr().err
 
 
 def test_presets_are_validated_like_other_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_another_folder_of_checkpoints_is_an_error(runs: Path, tmp_path: Path) -
 def test_a_run_with_local_tiers_is_checked_when_they_have_no_checkpoint(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("d9d_loop.job.local_tiers.MEMORY", tmp_path / "memory")
+    monkeypatch.setattr("d9d_loop.engine.local_tiers.MEMORY", tmp_path / "memory")
     _lose_checkpoints(runs / "run")
     with pytest.raises(UserError, match=r"step 4 was saved"):
         _trainer(runs, memory_every=1, replicas=0).train()
@@ -189,7 +189,7 @@ def test_a_moved_run_folder_resumes(runs: Path) -> None:
 def test_too_few_hosts_for_replicas_end_a_job_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("d9d_loop.job.local_tiers.MEMORY", tmp_path / "memory")
+    monkeypatch.setattr("d9d_loop.engine.local_tiers.MEMORY", tmp_path / "memory")
     trainer, steps = _trainer(tmp_path / "runs", memory_every=1), list[StepDone]()
     trainer.events.on(StepDone, steps.append)
     with pytest.raises(UserError, match=r"got replicas = 1 for .*; expected one folder per host"):

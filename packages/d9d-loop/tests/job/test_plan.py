@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.data import DatasetProvider, IndexedStream
-from d9d_loop.job.job_check import check_writable
 from d9d_loop.job.plan import plan_job
+from d9d_loop.writable import check_writable
 from d9d_metrics import Compose, Metric, Sum
 from d9d_state import (
     CheckpointStore,

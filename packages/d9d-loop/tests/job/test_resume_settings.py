@@ -74,7 +74,6 @@ CHANGED: dict[str, Any] = {
     "trackers": [],
     "compile": "eager",
     "rehearsal": True,
-    "plan.warn": False,
     "export": True,
 }
 """New value of each setting that is changed in a resumed run."""
@@ -87,7 +86,6 @@ UNTRIED = (
         "gradients.dtype",
         "initial_weights",
         "pipeline.schedule",
-        "plan.hardware",
     ),
     *("profile", "resilience.health", "resilience.stop", "resilience.bad_steps"),
 )

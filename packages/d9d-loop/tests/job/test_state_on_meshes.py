@@ -14,7 +14,7 @@ from d9d_dist import DistributedContext, MeshConfig, rank_role, stream_key
 from d9d_dist.testing import run_ranks
 from d9d_loop import Events
 from d9d_loop.data import IndexedStream, Share, StreamLoader
-from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.engine.job_state import JobState, Record
 from d9d_loop.resilience import BadStepConfig, StepGuard
 from d9d_metrics import Sum
 from d9d_state import CheckpointStore

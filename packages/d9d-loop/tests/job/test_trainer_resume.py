@@ -221,7 +221,7 @@ def test_a_job_interrupted_several_times_ends_like_an_uninterrupted_one(
 def test_a_job_interrupted_with_steps_in_memory_repeats_only_the_interrupted_one(
     tmp_path: Path, at: int, uninterrupted: _Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("d9d_loop.job.local_tiers.MEMORY", tmp_path / "memory")
+    monkeypatch.setattr("d9d_loop.engine.local_tiers.MEMORY", tmp_path / "memory")
     checkpoint = {"every": STEPS, "memory_every": 1, "replicas": 0}
     _train_until(_trainer(tmp_path, checkpoint=checkpoint), StepDone, at)
     assert list((tmp_path / "memory").iterdir())

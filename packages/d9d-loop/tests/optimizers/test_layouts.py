@@ -19,7 +19,7 @@ from d9d_dist import (
 )
 from d9d_dist.testing import full_parameters, run_ranks
 from d9d_loop import Events
-from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.engine.job_state import JobState, Record
 from d9d_loop.optimizers.optimizer import (
     AdamConfig,
     AdamWConfig,

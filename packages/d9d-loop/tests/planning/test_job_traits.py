@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
-from d9d_loop.planning import ClusterPlan, report, verdict
+from d9d_loop.planning import ClusterPlan, plan_cluster, report, verdict
 
 VOCABULARY, WIDTH, INNER, LENGTH, NUM_LAYERS = 1024, 64, 128, 32, 6
 Checkpointing = Literal["none", "selective", "full"]
@@ -99,7 +99,7 @@ def _plan(folder: Path, provider: Provider, *, search: bool = False, **sections:
     config = TrainerConfig.model_validate({**values, **sections})
     data = [{"tokens": torch.zeros(LENGTH, dtype=torch.int64)}] * 8
     trainer = Trainer(config, model=provider, data=data, task=NextToken())
-    return trainer.plan(world_size=4, hardware="h100-dgx", search=search)
+    return plan_cluster(trainer, world_size=4, hardware="h100-dgx", search=search)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError
 
 from d9d_dist import UserError
 from d9d_loop.config.config_source import validate_config
-from d9d_loop.config.section import Section
+from d9d_loop.section import Section
 
 _MISSING = object()
 _IMPORT_PATH = r"^\w+(\.\w+)*:\w+(\.\w+)*$"

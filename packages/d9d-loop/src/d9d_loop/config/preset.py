@@ -10,6 +10,7 @@ from d9d_loop.config.component import Component
 from d9d_loop.config.config_source import split_words
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.config.trainer_config import JobConfig, TrainerConfig
+from d9d_loop.section import Section
 
 
 class _Components(JobConfig):
@@ -22,7 +23,23 @@ class _Components(JobConfig):
     subscribers: tuple[Component, ...] = Field(default=(), description="Components that build event subscribers.")
 
 
-class PresetConfig(_Components, TrainerConfig):
+class PlanConfig(Section):
+    """Check of the job's memory by the planner of `d9d-plan`, when `d9d-train` starts the job."""
+
+    hardware: str | None = Field(
+        default=None,
+        description="Hardware of the job: a name such as h100-dgx, or a TOML file written by `d9d-plan --calibrate`. "
+        "If the job does not fit into its memory, `d9d-train` prints a warning, with the nearest layout that fits.",
+    )
+
+
+class JobFileConfig(TrainerConfig):
+    """Configuration of a training job that `d9d-train` reads from a file."""
+
+    plan: PlanConfig = PlanConfig()
+
+
+class PresetConfig(_Components, JobFileConfig):
     """Configuration of a training job that also names its model, task and data."""
 
     evaluation_dataset: Component | None = Field(default=None, description="Component that builds the evaluation data.")

@@ -12,11 +12,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.config_source import parse_command_line
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
-from d9d_loop.config.section import Section
 from d9d_loop.lr.lr_schedule import LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.optimizers.ema import Ema
 from d9d_loop.optimizers.optimizer import AdamWConfig, OptimizerConfig
 from d9d_loop.resilience import ResilienceConfig
+from d9d_loop.section import Section
 from d9d_metrics import JsonlTrackerConfig, TrackerConfig
 from d9d_state import Retention
 
@@ -134,21 +134,6 @@ class GradientConfig(Section):
         default=False,
         description="Reduce the gradients of sharded parameters after each microbatch instead of once per step. This "
         "needs memory only for gradient shards, but more communication.",
-    )
-
-
-class PlanConfig(Section):
-    """Check of the job's memory before it starts, by the planner of `d9d-plan`."""
-
-    hardware: str | None = Field(
-        default=None,
-        description="Hardware of the job: a name such as h100-dgx, or a TOML file written by `d9d-plan --calibrate`; "
-        "null: unknown.",
-    )
-    warn: bool = Field(
-        default=True,
-        description="Print a warning if the job does not fit into the device memory of `hardware`, with the nearest "
-        "layout that fits.",
     )
 
 
@@ -323,5 +308,4 @@ class TrainerConfig(JobConfig):
         default=True,
         description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
     )
-    plan: PlanConfig = PlanConfig()
     export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.conversation import TooLong as TooLong
     from d9d_loop.data.conversation import read_conversation as read_conversation
     from d9d_loop.data.conversation import read_pair as read_pair
-    from d9d_loop.data.data_error import DataError as DataError
     from d9d_loop.data.data_provider import DataProvider as DataProvider
     from d9d_loop.data.data_provider import DatasetProvider as DatasetProvider
     from d9d_loop.data.document import Document as Document
@@ -64,5 +63,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.token_file import TokenManifest as TokenManifest
     from d9d_loop.data.token_file_writer import TokenFileWriter as TokenFileWriter
     from d9d_loop.data.token_file_writer import cached_token_file as cached_token_file
+    from d9d_loop.data_error import DataError as DataError
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from d9d_loop.data.data_error import DataError
 from d9d_loop.data.data_random import seed_collate_random, seed_data_random
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.samples import Collate
+from d9d_loop.data_error import DataError
 
 _LONGEST = 120
 

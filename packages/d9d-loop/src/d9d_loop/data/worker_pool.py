@@ -20,8 +20,8 @@ import torch
 from torch import multiprocessing
 
 from d9d_dist import UserError
-from d9d_loop.data.data_error import DataError
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data_error import DataError
 
 _PATIENCE = 5.0
 """Time limit for a worker process to exit, in seconds."""

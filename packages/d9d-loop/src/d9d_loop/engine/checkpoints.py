@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, UserError, agree, rank_role
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.caller_state import decode_state, encode_state
+from d9d_loop.engine.job_state import JobState, Record
+from d9d_loop.engine.local_tiers import local_tiers
 from d9d_loop.event_bus import Events
-from d9d_loop.job.job_state import JobState, Record
-from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_loop.resilience import StepGuard
 from d9d_metrics import redact_secrets

@@ -20,12 +20,12 @@ from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.microbatches import MicrobatchAgreement, same_call
 from d9d_loop.engine.opened_engine import opened_engine
+from d9d_loop.engine.pipeline import Pipeline, WholeRows
 from d9d_loop.engine.reference import Reference, reference_context
 from d9d_loop.engine.scores import ReadTokens, RecordLayers, score
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
-from d9d_loop.job.pipeline import Pipeline, WholeRows
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_provider import ModelProvider

@@ -11,10 +11,9 @@ from torch import nn
 from d9d_dist import StageInfo, UserError, agree, parameter_roles, read_launch, seed_everything
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
+from d9d_loop.engine.local_tiers import check_local_tiers
+from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.event_bus import Events
-from d9d_loop.job.job_check import check_writable
-from d9d_loop.job.local_tiers import check_local_tiers
-from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_check import check_trained_dtypes, describe_modes
 from d9d_loop.model.model_plan import plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
@@ -22,6 +21,7 @@ from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.optimizers.weight_average import average_of
 from d9d_loop.resilience import StepGuard, check_health
 from d9d_loop.task import BatchTask
+from d9d_loop.writable import check_writable
 from d9d_pipeline import Schedule
 
 E = TypeVar("E")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import UserError, all_gather_trees
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.isolation import evaluation_mode
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import BatchTask
 from d9d_pipeline import Inputs
 

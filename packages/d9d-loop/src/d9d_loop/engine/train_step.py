@@ -22,10 +22,10 @@ from d9d_dist import (
     gather_json,
     grad_dtype_of,
 )
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.optimizers.weight_average import WeightAverage

@@ -23,20 +23,20 @@ from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.engine.model_build import build_pipeline
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
 from d9d_loop.inference.pace import Pace
 from d9d_loop.inference.results_folder import ResultsFolder
 from d9d_loop.isolation import isolated_random
-from d9d_loop.job.job_check import check_writable
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.progress import Progress
-from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.resilience import HangWatchdog
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_loop.task import InferenceTask
+from d9d_loop.writable import check_writable
 from d9d_pipeline import OneForwardOneBackward
 from d9d_state import locked_folder
 

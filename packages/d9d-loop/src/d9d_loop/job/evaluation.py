@@ -12,8 +12,8 @@ from d9d_loop.data.evaluation_pass import SubsetStream, plan_pass
 from d9d_loop.data.sample_reader import SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.isolation import evaluation_mode, seed_generators
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.task import Task
 from d9d_metrics import WeightedMean, compute_metrics
 from d9d_pipeline import Inputs

@@ -12,18 +12,18 @@ from d9d_dist import DistributedContext, gather_json, seed_everything
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
+from d9d_loop.engine.job_state import JobState, Record
+from d9d_loop.engine.model_build import build_pipeline
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ModelReady, OptimizerReady
 from d9d_loop.job.evaluation import Evaluator
-from d9d_loop.job.job_state import JobState, Record
 from d9d_loop.job.journal import Journal
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.resume_check import Progress
 from d9d_loop.model.compiled_model import compile_stages
-from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.model.model_check import describe_modes
 from d9d_loop.optimizers.weight_average import WeightAverage, average_of
 from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch

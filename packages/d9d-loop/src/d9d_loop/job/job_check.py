@@ -1,6 +1,5 @@
 """Checks of a job's configuration, data and folders, before a process group starts."""
 
-import os
 from pathlib import Path
 
 from torch import nn
@@ -14,7 +13,7 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_metrics import compute_metrics
 from d9d_pipeline import Schedule
-from d9d_state import StateError, StateMapper
+from d9d_state import StateMapper
 
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
@@ -62,24 +61,6 @@ def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:
             f"pipeline.schedule = {name} has {schedule.stages_per_rank} stages on each rank, but "
             "mesh.pipeline_parallel = 1; expected several pipeline ranks. Set --mesh.pipeline_parallel, or remove "
             "pipeline.schedule."
-        )
-
-
-def check_writable(folder: Path) -> None:
-    """Raise `UserError` if a folder, or its nearest existing parent, is a file or not writable. Creates nothing.
-
-    Raises `StateError` if the file system is mounted read-only.
-    """
-    existing = folder.absolute()
-    # os.access returns False if a parent folder is not searchable; Path.exists would raise.
-    while not os.access(existing, os.F_OK):
-        existing = existing.parent
-    if os.statvfs(existing).f_flag & os.ST_RDONLY:  # such as a disk after an error: a restart may help
-        raise StateError(f"run folder {folder}: {existing} is on a file system that is mounted read-only.")
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "is not writable" if existing.is_dir() else "is a file, not a folder"
-        raise UserError(
-            f"run folder {folder}: {existing} {reason}. Choose another folder with --run.folder, or change permissions."
         )
 
 

@@ -15,6 +15,7 @@ from d9d_loop.data.evaluation_pass import check_evaluation_data
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
+from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.job.job_check import (
     check_evaluation,
     check_learning_rates,
@@ -23,11 +24,9 @@ from d9d_loop.job.job_check import (
     check_retention,
     check_schedule,
     check_trainable,
-    check_writable,
     export_mapper_of,
     microbatch_size_of,
 )
-from d9d_loop.job.local_tiers import check_local_tiers
 from d9d_loop.job.resume_check import (
     Progress,
     check_checkpoint,
@@ -44,6 +43,7 @@ from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.task import Task
+from d9d_loop.writable import check_writable
 from d9d_metrics import check_trackers
 from d9d_pipeline import Schedule
 from d9d_state import StateMapper

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from d9d_dist import DistributedContext
+from d9d_loop.engine.job_state import Record
 from d9d_loop.engine.train_step import StepResult
-from d9d_loop.job.job_state import Record
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.progress import Progress
 from d9d_loop.job.run_files import write_environment

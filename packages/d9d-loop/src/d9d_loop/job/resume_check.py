@@ -11,9 +11,9 @@ from torch import nn
 from d9d_dist import UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.sample_stream import SampleStream
+from d9d_loop.engine.job_state import Record, frozen_digest_of
 from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_check import checkpoint_folder
-from d9d_loop.job.job_state import Record, frozen_digest_of
 from d9d_loop.job.resume_settings import changes, describe, effect_of
 from d9d_loop.optimizers.optimizer import OptimizerConfig, OptimizerSettings, optimizer_kinds
 from d9d_metrics import redact_secrets

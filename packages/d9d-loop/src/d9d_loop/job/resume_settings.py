@@ -48,7 +48,6 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "initial_weights": "reported",
         "compile": "reported",
         "rehearsal": "none",
-        "plan": "none",
         "export": "none",
     }
 )

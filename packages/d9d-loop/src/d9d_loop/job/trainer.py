@@ -24,7 +24,6 @@ from d9d_pipeline import Schedule
 
 if TYPE_CHECKING:
     from d9d_loop.job.plan import JobPlan
-    from d9d_loop.planning import ClusterPlan, DecoderShape, Hardware
 
 
 class Trainer:
@@ -81,53 +80,29 @@ class Trainer:
             pipeline_schedule=pipeline_schedule,
         )
 
-    def plan(
+    def plan_for(
         self,
+        launch: Launch,
         *,
-        world_size: int,
-        hardware: "str | Hardware",
-        search: bool = False,
-        shape: "DecoderShape | None" = None,
-        length: int | None = None,
-    ) -> "ClusterPlan":
-        """Plan the job on a cluster: memory, step time, goodput, and other layouts. Needs no device.
-
-        Args:
-            world_size: Number of devices.
-            hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or a `Hardware`.
-            search: True to also rank other layouts; always done if neither the job nor a similar layout fits.
-            shape: Sizes of the decoder; read from the model by default.
-            length: Tokens of a sample; read from the data by default.
-
-        Raises:
-            UserError: If a check of the job fails for this number of devices, or the model is not a decoder.
-        """
-        from d9d_loop.planning import Hardware, plan_cluster  # noqa: PLC0415 - imports Triton through torch
-
-        cluster = Hardware.load(hardware) if isinstance(hardware, str) else hardware
-        return plan_cluster(
-            self._plan_with, world_size=world_size, hardware=cluster, search=search, shape=shape, length=length
-        )
-
-    def _plan_with(
-        self, launch: Launch, mesh: MeshConfig | None, microbatch_size: int | None, global_size: int | None
+        mesh: MeshConfig | None = None,
+        microbatch_size: int | None = None,
+        global_size: int | None = None,
     ) -> "JobPlan":
-        """Plan the job with another mesh and batch, if given."""
-        config, batch = self._config, self._config.batch
-        sizes = {"microbatch_size": microbatch_size, "global_size": global_size}
-        changes: dict[str, Any] = {
-            "batch": batch.model_copy(update={name: size for name, size in sizes.items() if size is not None})
-        }
-        if mesh is not None:
-            changes["mesh"] = mesh
-        return self._plan(config.model_copy(update=changes), launch=launch)
-
-    def plan_for(self, launch: Launch) -> "JobPlan":
         """Check and plan the job for the rank and world size of `launch`; do not start it. No collectives or writes.
 
-        Raises `UserError` if a check fails, as in `train`.
+        Args:
+            launch: Rank and world size.
+            mesh: Other mesh than the configured one.
+            microbatch_size: Other samples in a microbatch.
+            global_size: Other samples in a step.
+
+        Raises:
+            UserError: If a check fails, as in `train`.
         """
-        return self._plan(self._config, launch=launch)
+        sizes = {"microbatch_size": microbatch_size, "global_size": global_size}
+        batch = self._config.batch.model_copy(update={name: size for name, size in sizes.items() if size is not None})
+        changes: dict[str, Any] = {"batch": batch} if mesh is None else {"batch": batch, "mesh": mesh}
+        return self._plan(self._config.model_copy(update=changes), launch=launch)
 
     def train(self) -> TrainResult:
         """Run the job to its last step, resuming from the newest checkpoint; return the result, equal on every rank.
@@ -143,7 +118,7 @@ class Trainer:
             plan = self._plan(self._config)
         from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
 
-        return train(plan, plan_with=self._plan_with, events=self.events)
+        return train(plan, self.events)
 
 
 def _check_types(config: object, task: object) -> None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.contents import agree_on_data, flatten
+from d9d_loop.engine.local_tiers import local_tiers
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.code_digest import describe_code
@@ -15,7 +15,6 @@ from d9d_loop.job.end_command import run_command
 from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_run import evaluate_job, run_job
-from d9d_loop.job.local_tiers import local_tiers
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
@@ -25,17 +24,10 @@ from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_metrics import redact_secrets, redact_text
 from d9d_state import CheckpointStore, StateError, locked_folder
 
-if TYPE_CHECKING:
-    from d9d_loop.planning import PlanWith
 
-
-def train(plan: JobPlan, *, plan_with: "PlanWith", events: Events) -> TrainResult:
-    """Run a planned job to its last step; see `Trainer.train`.
-
-    The function `plan_with` plans the job with another mesh and batch, for the warning about a job that is too large.
-    """
+def train(plan: JobPlan, events: Events) -> TrainResult:
+    """Run a planned job to its last step; see `Trainer.train`."""
     with stamped_output(plan.model.launch.rank, enabled=plan.config.logging.stamps), LauncherWatch() as launcher:
-        _warn_if_too_large(plan, plan_with)
         if plan.config.rehearsal:
             rehearse(plan)
         timeouts = plan.config.resilience.timeouts.timeouts
@@ -130,30 +122,6 @@ def _resume_lines(job: Job) -> list[str]:
     before, now = job.state.optimizer_before, type(job.engine.optimizer).__qualname__
     other = [] if before in {None, now} else [f"  the optimizer was {before}, whose state is loaded, and now is {now}"]
     return list(resume_messages(plan.config, record, [*plan.changes, *other], steps=plan.steps, rate=rate))
-
-
-def _warn_if_too_large(plan: JobPlan, plan_with: "PlanWith") -> None:
-    """Print a warning on rank 0 if the job does not fit into the memory of its devices. No collectives.
-
-    Without `plan.hardware`, nothing is checked. If the planner does not support the model, the reason is printed.
-
-    Raises:
-        UserError: On every rank, if `plan.hardware` is neither a known name nor a valid file.
-    """
-    settings, launch = plan.config.plan, plan.model.launch
-    if settings.hardware is None or not settings.warn:
-        return
-    from d9d_loop.planning import Hardware, fit_message, plan_cluster  # noqa: PLC0415 - imports Triton through torch
-
-    hardware = Hardware.load(settings.hardware)
-    if launch.rank != 0:
-        return
-    try:
-        text = fit_message(plan_cluster(plan_with, world_size=launch.world_size, hardware=hardware))
-    except UserError as error:
-        text = f"the memory of the job was not checked: {error}"
-    if text:
-        print(f"d9d: {text}", flush=True)
 
 
 @contextmanager

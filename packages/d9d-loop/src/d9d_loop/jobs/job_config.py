@@ -7,10 +7,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from d9d_loop.config.section import Section
-from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.config.preset import JobFileConfig
 from d9d_loop.data.chat_template import TRAINING_DATE
 from d9d_loop.data.conversation import TooLong
+from d9d_loop.section import Section
 
 JobKind: TypeAlias = Literal["sft", "pretrain", "classify", "embed"]
 """Fine-tuning on conversations, next-token prediction on text, classification of texts, or embeddings of texts."""
@@ -146,7 +146,7 @@ class EmbeddingConfig(Section):
     negatives_field: str = Field(default="negatives", description="Field with the list of negatives.")
 
 
-class TextJobConfig(TrainerConfig):
+class TextJobConfig(JobFileConfig):
     """Configuration of a training job on text."""
 
     job: JobKind = Field(

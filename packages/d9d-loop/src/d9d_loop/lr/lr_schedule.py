@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias, final
 from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from d9d_dist import UserError
-from d9d_loop.config.section import Section
 from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase, piecewise
+from d9d_loop.section import Section
 
 LrSchedule = Callable[[int], float]
 """Function of the step, counted from 0, that returns the learning rate relative to the peak."""

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
 
 from d9d_dist import UserError
-from d9d_loop.config.section import Section
+from d9d_loop.section import Section
 
 
 class PhaseSettings(Section, ABC):

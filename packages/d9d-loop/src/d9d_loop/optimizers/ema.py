@@ -4,7 +4,7 @@ from typing import Any, final
 
 from pydantic import Field
 
-from d9d_loop.config.section import Section
+from d9d_loop.section import Section
 
 
 @final

@@ -10,7 +10,7 @@ from pydantic import model_validator as validator
 
 from d9d_dist import UserError
 from d9d_loop import optimizers
-from d9d_loop.config.section import Section
+from d9d_loop.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

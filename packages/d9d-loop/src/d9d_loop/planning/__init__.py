@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from d9d_loop.planning.hardware_spec import Network as Network
     from d9d_loop.planning.hardware_spec import hardware_names as hardware_names
     from d9d_loop.planning.job_plan import ClusterPlan as ClusterPlan
-    from d9d_loop.planning.job_plan import PlanWith as PlanWith
     from d9d_loop.planning.job_plan import RankMemory as RankMemory
     from d9d_loop.planning.job_plan import describe as describe
     from d9d_loop.planning.job_plan import plan_cluster as plan_cluster
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from d9d_loop.planning.memory_size import Memory as Memory
     from d9d_loop.planning.memory_size import memory_of as memory_of
     from d9d_loop.planning.plan_layout import PlanLayout as PlanLayout
-    from d9d_loop.planning.plan_report import fit_message as fit_message
     from d9d_loop.planning.plan_report import report as report
     from d9d_loop.planning.plan_report import verdict as verdict
+    from d9d_loop.planning.plan_report import warn_if_too_large as warn_if_too_large
     from d9d_loop.planning.step_model import StepTime as StepTime
     from d9d_loop.planning.step_model import step_time as step_time
     from d9d_loop.planning.step_record import Operation as Operation

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from d9d_dist import UserError
 from d9d_loop import planning
-from d9d_loop.__main__ import read_trainer
 from d9d_loop.cli_main import cli_main
+from d9d_loop.job_files import read_job
 from d9d_loop.planning.hardware_spec import Hardware, hardware_names
 
 
@@ -32,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "got no --world-size or no --hardware; expected both: the number of devices, and one of "
                 f"{', '.join(hardware_names())} or a TOML file."
             )
-        hardware = Hardware.load(options.hardware)
-        plan = read_trainer(rest).plan(world_size=options.world_size, hardware=hardware, search=options.search)
+        hardware = Hardware.load(options.hardware)  # before the import of torch
+        trainer, _ = read_job(rest)
+        plan = planning.plan_cluster(trainer, world_size=options.world_size, hardware=hardware, search=options.search)
         if options.html is not None:
             from d9d_loop.planning.html_report import write_html  # noqa: PLC0415 - imports torch
 

@@ -35,11 +35,11 @@ from d9d_dist import (
     local_tensor,
 )
 from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.engine.model_build import parallelize_stages
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.job.job import build_engine
-from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.first_steps import FirstSteps
-from d9d_loop.model.model_build import parallelize_stages
 from d9d_loop.optimizers.weight_average import average_of
 from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded

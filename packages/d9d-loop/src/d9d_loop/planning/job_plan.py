@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from d9d_dist import Launch, MeshConfig, UserError, planned_accelerator
+from d9d_dist import Launch, UserError, planned_accelerator
 from d9d_loop.job.plan import JobPlan
+from d9d_loop.job.trainer import Trainer
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_runs import DryRun, representatives
 from d9d_loop.planning.goodput_model import Goodput, goodput
@@ -28,9 +29,6 @@ from d9d_loop.planning.schedule_time import scheduled_step_time
 from d9d_loop.planning.short_run import short_runs
 from d9d_loop.planning.step_model import StepTime
 from d9d_pipeline import Program, build, simulate
-
-PlanWith = Callable[[Launch, MeshConfig | None, int | None, int | None], JobPlan]
-"""Function that plans the job for a `Launch`, with another mesh, microbatch size and global batch size if given."""
 
 
 @final
@@ -192,10 +190,10 @@ class ClusterPlan:
 
 
 def plan_cluster(
-    plan_with: PlanWith,
+    trainer: Trainer,
     *,
     world_size: int,
-    hardware: Hardware,
+    hardware: str | Hardware,
     search: bool = False,
     shape: DecoderShape | None = None,
     length: int | None = None,
@@ -203,9 +201,9 @@ def plan_cluster(
     """Plan a job on a cluster. Needs no device: a dry run of one rank of each class runs on the CPU.
 
     Args:
-        plan_with: Function that plans the job; see `PlanWith`.
+        trainer: The job.
         world_size: Number of devices.
-        hardware: The cluster.
+        hardware: The cluster: a name such as "h100-dgx", the path of a TOML file, or a `Hardware`.
         search: If True, also rank other layouts. Other layouts are always ranked if neither the job nor a similar
             layout fits.
         shape: Sizes of the decoder; read from the model by default.
@@ -216,7 +214,8 @@ def plan_cluster(
             compute the step time of this model.
     """
     launch = Launch(world_size=world_size, device="cpu")
-    plan = plan_with(launch, None, None, None)
+    plan = trainer.plan_for(launch)
+    hardware = Hardware.load(hardware) if isinstance(hardware, str) else hardware
     refusal = ""
     if shape is None or length is None:
         try:
@@ -251,7 +250,7 @@ def plan_cluster(
     )
     if shape is None or (made.fits and not search):
         return made
-    checks = _Checks(plan_with, launch)
+    checks = _Checks(trainer, launch)
     space = SearchSpace.of(layout, plan.config.batch.global_size, plan.model.schedule)
     return _with_other_layouts(made, checks, space, search=search)
 
@@ -386,8 +385,8 @@ def _rank_memory(run: DryRun, name: str) -> RankMemory:
 class _Checks:
     """The job's own checks of layouts; each mesh and microbatch size is checked once."""
 
-    def __init__(self, plan_with: PlanWith, launch: Launch) -> None:
-        self._plan_with, self._launch = plan_with, launch
+    def __init__(self, trainer: Trainer, launch: Launch) -> None:
+        self._trainer, self._launch = trainer, launch
         self._known: dict[tuple[Any, ...], bool] = {}
 
     def accepted(self, candidates: Iterable[Candidate], wanted: int) -> tuple[Candidate, ...]:
@@ -406,7 +405,7 @@ class _Checks:
         key = (*mesh.model_dump().values(), size)
         if key not in self._known:
             try:
-                self._plan_with(self._launch, mesh, size, None)
+                self._trainer.plan_for(self._launch, mesh=mesh, microbatch_size=size)
                 self._known[key] = True
             except UserError:
                 self._known[key] = False

@@ -145,5 +145,5 @@ def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]
 def _unknown(part: str) -> UnknownDecoderError:
     return UnknownDecoderError(
         f"the planner found no {part} in the model; expected a decoder with scaled_dot_product_attention. Pass its "
-        "sizes: trainer.plan(..., shape=DecoderShape(...), length=...)."
+        "sizes: plan_cluster(trainer, ..., shape=DecoderShape(...), length=...)."
     )

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 
-from d9d_loop.planning.job_plan import ClusterPlan, describe
+from d9d_dist import UserError, read_launch
+from d9d_loop.job.trainer import Trainer
+from d9d_loop.planning.hardware_spec import Hardware
+from d9d_loop.planning.job_plan import ClusterPlan, describe, plan_cluster
 from d9d_loop.planning.step_model import PARTS
 
 GIB = 2**30
@@ -31,10 +34,32 @@ def verdict(plan: ClusterPlan) -> str:
     return "\n".join(lines)
 
 
-def fit_message(plan: ClusterPlan) -> str:
-    """Return a message that the job does not fit, with the nearest layout that fits; empty if the job fits."""
-    if plan.fits:
-        return ""
+def warn_if_too_large(trainer: Trainer, *, hardware: str) -> None:
+    """Print a warning on rank 0 if a job does not fit into the memory of its devices. Call it before `train`.
+
+    If the planner does not support the model, the reason is printed. No collectives.
+
+    Args:
+        trainer: The job, for as many ranks as this process was launched with.
+        hardware: A name such as "h100-dgx", or the path of a TOML file.
+
+    Raises:
+        UserError: On every rank, if `hardware` is neither a known name nor a valid file.
+    """
+    loaded, launch = Hardware.load(hardware), read_launch()
+    if launch.rank != 0:
+        return
+    try:
+        plan = plan_cluster(trainer, world_size=launch.world_size, hardware=loaded)
+        text = None if plan.fits else _fit_message(plan)
+    except UserError as error:
+        text = f"the memory of the job was not checked: {error}"
+    if text is not None:
+        print(f"d9d: {text}", flush=True)
+
+
+def _fit_message(plan: ClusterPlan) -> str:
+    """Return a message that the job does not fit, with the nearest layout that fits."""
     largest = max(plan.memory, key=lambda each: each.total)
     parts = ", ".join(f"{name} {getattr(largest, name) / GIB:.1f}" for name in _MEMORY)
     device = plan.hardware.device.memory_bytes / GIB

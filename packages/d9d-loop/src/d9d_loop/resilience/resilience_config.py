@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from d9d_dist import Timeouts, UserError
-from d9d_loop.config.section import Section
+from d9d_loop.section import Section
 
 BadStepAction = Literal["skip", "roll_back", "stop"]
 

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import CheckpointSaved, Events
-from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.engine.job_state import JobState, Record
 from d9d_metrics import Max, Metric, WeightedMean
 from d9d_state import CheckpointStore, StateError
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
-from d9d_loop.planning import Hardware
+from d9d_loop.planning import Hardware, plan_cluster, warn_if_too_large
 
 VOCABULARY, WIDTH, LENGTH = 4096, 32, 128
 
@@ -51,13 +51,12 @@ class NextToken(Task):
         return Loss(loss, weight=batch["tokens"].numel())
 
 
-def _trainer(folder: Path, hardware: str, *, warn: bool = True) -> Trainer:
+def _trainer(folder: Path) -> Trainer:
     config = TrainerConfig.model_validate(
         {
             "steps": 1,
             "run": {"folder": folder},
             "batch": {"global_size": 8},
-            "plan": {"hardware": hardware, "warn": warn},
             "rehearsal": False,
             "export": False,
             "trackers": (),
@@ -86,13 +85,13 @@ def _hardware(folder: Path, *, spare_bytes: float) -> str:
 def test_the_warning_of_a_job_that_does_not_fit_names_the_nearest_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = _trainer(tmp_path / "runs", _hardware(tmp_path, spare_bytes=2e7))
-    plan = trainer.plan(world_size=1, hardware=str(tmp_path / "small.toml"))
+    trainer, hardware = _trainer(tmp_path / "runs"), _hardware(tmp_path, spare_bytes=2e7)
+    plan = plan_cluster(trainer, world_size=1, hardware=hardware)
     assert not plan.fits
     assert plan.nearest is not None
     assert plan.nearest.layout.microbatch_size < 8
     assert plan.nearest.memory.total <= plan.hardware.device.memory_bytes
-    trainer.train()
+    warn_if_too_large(trainer, hardware=hardware)
     out = capsys.readouterr().out
     assert "d9d: the job needs 1." in out
     assert "The nearest layout that fits" in out
@@ -100,10 +99,10 @@ def test_the_warning_of_a_job_that_does_not_fit_names_the_nearest_layout(
 
 @pytest.mark.slow
 def test_a_job_that_fits_is_not_warned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _trainer(tmp_path / "runs", "h100-dgx").train()
-    assert "the job needs" not in capsys.readouterr().out
+    warn_if_too_large(_trainer(tmp_path / "runs"), hardware="h100-dgx")
+    assert capsys.readouterr().out == ""
 
 
-def test_unknown_hardware_is_refused_before_the_job_starts(tmp_path: Path) -> None:
+def test_unknown_hardware_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="got the hardware 'h1000'; expected one of"):
-        _trainer(tmp_path / "runs", "h1000").train()
+        warn_if_too_large(_trainer(tmp_path / "runs"), hardware="h1000")

@@ -17,7 +17,7 @@ from d9d_dist import (
     synchronize_batch_norm,
     synchronize_embeddings,
 )
-from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model.model_check import (
     check_experts_are_shared_out,

@@ -3,7 +3,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-import d9d_loop.job.pipeline
+import d9d_loop.engine.pipeline
 from d9d_dist import DistributedContext
 from d9d_loop import Engine, Loss, Pipeline, Task
 from d9d_pipeline import Executor, Inputs, Interleaved, build
@@ -20,8 +20,8 @@ class _Sum(Task):
 def test_the_program_of_a_number_of_microbatches_is_built_once(ctx: DistributedContext) -> None:
     stages = {index: nn.Linear(3, 3) for index in range(2)}
     with (
-        mock.patch.object(d9d_loop.job.pipeline, "build", wraps=build) as built,
-        mock.patch.object(d9d_loop.job.pipeline, "Executor", wraps=Executor) as executors,
+        mock.patch.object(d9d_loop.engine.pipeline, "build", wraps=build) as built,
+        mock.patch.object(d9d_loop.engine.pipeline, "Executor", wraps=Executor) as executors,
     ):
         pipeline = Pipeline(stages, ctx=ctx, schedule=Interleaved(2))
         optimizer, task = torch.optim.SGD(pipeline.model.parameters()), _Sum()

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, UserError, agree, rank_role, refuse_later_writes, seed_everything
+from d9d_loop.engine.optimizer_fit import check_state_fits
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
-from d9d_loop.job.optimizer_fit import check_state_fits
 from d9d_loop.model.frozen_digest import frozen_digest
 from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_metrics import Metric

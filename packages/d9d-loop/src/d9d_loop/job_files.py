@@ -1,0 +1,36 @@
+"""The training job of a configuration file, for `d9d-train` and `d9d-plan`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import d9d_loop
+from d9d_dist import UserError
+from d9d_loop import jobs
+from d9d_loop.config.config_file import read_config_file
+from d9d_loop.config.config_source import split_words
+from d9d_loop.config.preset import JobFileConfig, PresetConfig, look_beside_preset
+from d9d_loop.jobs.job_config import TextJobConfig
+
+
+def read_job(words: Sequence[str]) -> "tuple[d9d_loop.Trainer, JobFileConfig]":
+    """Build the Trainer of the file and the overrides on a command line: a job on text, or a preset."""
+    if _is_text_job(words):
+        text_config = TextJobConfig.from_cli(arguments=words)  # its errors come before the import of torch
+        return jobs.text_trainer(text_config), text_config
+    config = PresetConfig.from_cli(arguments=words)
+    look_beside_preset(words)
+    return d9d_loop.preset_trainer(config), config
+
+
+def _is_text_job(words: Sequence[str]) -> bool:
+    if "--help" in words or "-h" in words:
+        files = [word for word in words if not word.startswith("-") and Path(word).is_file()]
+        return bool(files) and "job" in read_config_file(files[0])
+    if "--schema" in words:
+        return False
+    file, overrides = split_words(words)
+    if file is None:
+        raise UserError(
+            "no configuration file; expected d9d-train FILE.toml. d9d-train --init lists files to start from."
+        )
+    return "job" in read_config_file(file) or any(key == "job" for key, _ in overrides)

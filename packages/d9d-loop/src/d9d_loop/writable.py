@@ -1,0 +1,25 @@
+"""Check of a run folder, before a job starts."""
+
+import os
+from pathlib import Path
+
+from d9d_dist import UserError
+from d9d_state import StateError
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `UserError` if a folder, or its nearest existing parent, is a file or not writable. Creates nothing.
+
+    Raises `StateError` if the file system is mounted read-only.
+    """
+    existing = folder.absolute()
+    # os.access returns False if a parent folder is not searchable; Path.exists would raise.
+    while not os.access(existing, os.F_OK):
+        existing = existing.parent
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:  # such as a disk after an error: a restart may help
+        raise StateError(f"run folder {folder}: {existing} is on a file system that is mounted read-only.")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is not writable" if existing.is_dir() else "is a file, not a folder"
+        raise UserError(
+            f"run folder {folder}: {existing} {reason}. Choose another folder with --run.folder, or change permissions."
+        )
