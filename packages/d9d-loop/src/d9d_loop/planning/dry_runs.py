@@ -37,6 +37,7 @@ from d9d_dist import (
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.model_build import parallelize_stages
 from d9d_loop.engine.pipeline import Pipeline
+from d9d_loop.engine.train_step import TrainStep
 from d9d_loop.job.job import build_engine
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.first_steps import FirstSteps
@@ -353,7 +354,9 @@ def placed(
     plan = plan_for(launch)
     with (
         mock.patch.object(_fsdp_param, "_chunk_with_empty", _chunk_with_empty),
-        mock.patch.object(FirstSteps, "check"),  # there are no peers whose attributes could differ
+        # There are no peers whose attributes could differ, and collectives of the first step are not those of a step.
+        mock.patch.object(FirstSteps, "check"),
+        mock.patch.object(TrainStep, "_name_unused"),
         fake_ranks(rank, world_size),
         plan.model.mesh.build(launch=launch, precision=precision or plan.config.precision) as ctx,
     ):
