@@ -284,6 +284,85 @@ def test_every_exported_name_exists() -> None:
         assert not [name for name in package.__all__ if not hasattr(package, name)], package
 
 
+_MODULES_OF = {"pillow": "PIL", "pydantic": "pydantic pydantic_core", "pyyaml": "yaml", "torch": "torch triton"}
+_MODULES_OF |= {"fla-core": "fla", "s3fs": "s3fs fsspec"}
+_WITHOUT_EXTRA = {  # found by `find_spec`; their errors name how each is installed
+    "d9d-loop": {"lm_eval", "peft"},
+    "d9d-moe": {"deep_ep", "grouped_gemm"},
+}
+
+
+def _modules_of(requirements: list[str]) -> set[str]:
+    names = [re.split(r"[\[<>=~!; ]", requirement)[0].lower() for requirement in requirements]
+    return {module for name in names for module in _MODULES_OF.get(name, name.replace("-", "_")).split()}
+
+
+def _calls(tree: ast.AST, name: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if name in (getattr(call.func, "id", ""), getattr(call.func, "attr", ""))]
+
+
+def _constants(nodes: list[ast.expr]) -> list[str | None]:
+    return [str(node.value) if isinstance(node, ast.Constant) else None for node in nodes]
+
+
+def imported_modules(text: str) -> set[str]:
+    """Return the top-level modules that a source imports when it runs, at import or later.
+
+    `import_module` counts if its argument is a constant, and calls of methods that need NumPy count as its import.
+    Imports for type checkers do not count, nor do those of a function that only looks for the module in `sys.modules`.
+    """
+    tree = ast.parse(text)
+    skipped = {id(below) for node in ast.walk(tree) if _is_type_checking(node) for below in ast.walk(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and "not in sys.modules" in ast.unparse(node):
+            skipped |= {id(below) for below in ast.walk(node)}
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module))
+    names |= {name for call in _calls(tree, "import_module") for name in _constants(call.args[:1]) if name is not None}
+    if any(_calls(tree, name) for name in ("numpy", "from_numpy")):
+        names.add("numpy")
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def _undeclared(project: dict[str, Any], texts: dict[str, str]) -> list[str]:
+    """Return imports, as `file: module`, without a dependency, and without a hint that installs an extra with it."""
+    name, extras = project["name"], project.get("optional-dependencies", {})
+    known = _modules_of([name, *project["dependencies"]]) | _WITHOUT_EXTRA.get(name, set())
+    for text in texts.values():
+        for call in _calls(ast.parse(text), "install_hint"):
+            match _constants(call.args):
+                case [distribution]:
+                    known |= _modules_of([str(distribution)])
+                case [_, extra]:
+                    # The trackers' hint is one call, for all of their extras.
+                    known |= _modules_of([line for key in extras for line in extras[key] if extra in (key, None)])
+    return [f"{file}: {module}" for file, text in texts.items() for module in sorted(imported_modules(text) - known)]
+
+
+def test_every_import_of_a_package_is_a_dependency_or_has_an_install_hint() -> None:
+    """An import inside a function fails only for users who have nothing else installed."""
+    project = {"name": "d9d-x", "dependencies": ["torch>=2"], "optional-dependencies": {"y": ["pillow>=1"]}}
+    hint = "raise UserError(install_hint('d9d-x', 'y'))"
+    assert _undeclared(project, {"a.py": "import torch.nn\nfrom d9d_x.b import b\nimport json"}) == []
+    assert _undeclared(project, {"a.py": "def f():\n  import PIL.Image"}) == ["a.py: PIL"]
+    assert _undeclared(project, {"a.py": "def f():\n  import PIL.Image", "b.py": hint}) == []
+    assert _undeclared(project, {"a.py": "def f(x):\n  import_module('z.w'); x.cpu().numpy()"}) == [
+        "a.py: numpy",
+        "a.py: z",
+    ]
+    assert _undeclared(project, {"a.py": "if TYPE_CHECKING:\n  import z"}) == []
+    for path in sorted((ROOT / "packages").glob("*/pyproject.toml")):
+        sources = {file.name: file.read_text(encoding="utf-8") for file in path.parent.glob("src/**/*.py")}
+        found = _undeclared(tomllib.loads(path.read_text(encoding="utf-8"))["project"], sources)
+        assert not found, f"{path.parent.name}: add a dependency, or an extra and an error with install_hint"
+
+
 _IMPORT_ALL = """
 import sys
 import d9d_dist, d9d_state, d9d_modules, d9d_moe, d9d_pipeline, d9d_peft, d9d_metrics, d9d_loop

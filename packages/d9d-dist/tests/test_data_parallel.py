@@ -569,15 +569,32 @@ def _values_that_differ() -> list[str]:
             messages.append(str(caught.value))
         with torch.device("meta"):
             parallelize_replicate(nn.Linear(2, 2), dense["dp_cp_shard"])  # nothing to compare
+        torch.manual_seed(0)
+        for other in (
+            _with_weight(torch.arange(4.0).roll(ctx.rank % 2)),  # another order of the same values
+            _with_weight(torch.arange(4.0).view((2, 2) if ctx.rank % 2 else (4,))),
+            nn.Linear(2, 2, bias=ctx.rank % 2 == 0),  # another number of parameters
+        ):
+            with pytest.raises(UserError) as caught:
+                parallelize_replicate(other, dense["dp_cp_shard"])
+            messages.append(str(caught.value))
         return messages
+
+
+def _with_weight(values: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(values)
+    return module
 
 
 def test_values_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
     for messages in run_ranks(_values_that_differ, world_size=4):
-        for message, num_ranks in zip(messages, (2, 4, 4, 4), strict=True):
+        for message, num_ranks in zip(messages[:4], (2, 4, 4, 4), strict=True):
             text = f"the values of weight, bias differ between the {num_ranks} ranks that would share them; "
             assert message.startswith(text)
             assert "Call torch.manual_seed with the same seed on all ranks before the model is built" in message
+        for message, name in zip(messages[4:], ("weight", "weight", "bias"), strict=True):
+            assert message.startswith(f"the values of {name} differ between the 2 ranks that would share them; ")
 
 
 def _sparse_rows() -> str:

@@ -166,6 +166,12 @@ def _refusals() -> list[str]:
         else:
             messages.append("not refused")
 
+    def drawn(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        experts = Experts(4)
+        experts.reset_parameters()
+        return experts
+
     def built(num_experts: int = 4) -> Sparse:
         with torch.device("meta"):
             return Sparse(num_experts)
@@ -180,6 +186,9 @@ def _refusals() -> list[str]:
         twice = built()
         parallelize_experts(twice.experts, expert)
         refuse(twice.experts, expert)
+        refuse(drawn(ctx.rank), expert)
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        refuse(drawn(ctx.rank), ctx.mesh_for("expert")["ep_replicate", "ep_shard"])
     return messages
 
 
@@ -188,8 +197,11 @@ def _dp(ctx: DistributedContext) -> Any:
 
 
 def test_unsupported_models_are_refused() -> None:
-    for axes, uneven, sharded, twice in run_ranks(_refusals, world_size=2):
+    for axes, uneven, sharded, twice, *drawn in run_ranks(_refusals, world_size=2):
         assert "got a mesh with the axes (dp_cp_shard, tp); expected (ep_replicate, ep_shard)" in axes
         assert "mesh.expert_parallel = 2 does not divide the 5 experts of weight. Use a degree" in uneven
         assert "weight is already parallelized over (dp_cp_shard); expected unsharded experts" in sharded
         assert "weight is already parallelized over (ep_shard)" in twice
+        assert len(drawn) == 2
+        for message in drawn:
+            assert message.startswith("the values of weight differ between the 2 ranks that would share them; ")

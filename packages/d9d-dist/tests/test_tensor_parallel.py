@@ -270,10 +270,18 @@ def test_a_style_that_does_not_suit_the_module_is_refused(plan: dict[str, Tensor
     assert run_ranks(_refusal, plan, {"tied": True}, 2) == [message] * 2
 
 
+def _zeros() -> _Model:
+    """Return a model with equal values on all ranks, which compare them."""
+    model = _Model()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
 def _partial_or_not() -> dict[str, bool]:
     """Return which gradients are partial: those inside a region, except in submodules excluded from it."""
     with MeshConfig(tensor_parallel=-1).build() as ctx:
-        model = _Model()
+        model = _zeros()
         plan = {"blocks.0.heads": TensorRegion(), "blocks.1": SequenceParallel(), "blocks.1.norm": Replicated()}
         parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan)
         x = torch.ones(1, 2, SIZE)
@@ -338,10 +346,7 @@ def _applied_again() -> list[str]:
     messages = []
     with MeshConfig(tensor_parallel=2, data_parallel_shard=2).build() as ctx:
         dense = ctx.mesh_for("dense")
-        torch.manual_seed(0)
-        model = _Model()
-        for parameter in model.parameters():  # ranks compare the values
-            nn.init.zeros_(parameter)
+        model = _zeros()
         parallelize_tensor(model, dense["tp"], {"blocks.*.up": ColumnParallel(), "blocks.*.down": RowParallel()})
         with pytest.raises(UserError) as caught:
             parallelize_tensor(model.blocks[0], dense["tp"], {"up": ColumnParallel()})
@@ -363,6 +368,25 @@ def test_parallelize_tensor_must_be_called_once_and_first() -> None:
         "parallelize_hsdp, parallelize_fsdp and parallelize_replicate."
     )
     assert run_ranks(_applied_again, world_size=4) == [[again, late]] * 4
+
+
+def _own_values_per_rank() -> list[str]:
+    messages = []
+    with MeshConfig(tensor_parallel=2, data_parallel_shard=2).build() as ctx:
+        for seed in (ctx.rank, ctx.rank // 2):
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+            try:
+                parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"0": ColumnParallel()})
+            except UserError as error:
+                assert not isinstance(model[0].weight, DTensor)
+                messages.append(str(error))
+    return messages
+
+
+def test_values_that_differ_between_the_ranks_of_the_axis_are_an_error() -> None:
+    for (message,) in run_ranks(_own_values_per_rank, world_size=4):  # the axis has ranks 0 and 1, and ranks 2 and 3
+        assert message.startswith("the values of 0.weight, 0.bias differ between the 2 ranks that would share them; ")
 
 
 def _by_keyword() -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_moe import GroupedLinear
-from d9d_peft import DoRA, FullTune, LoRA, PeftMethod, Stack, inject, load_adapters, save_adapters
+from d9d_peft import DoRA, FullTune, LoRA, PeftMethod, Stack, inject, load_adapters, save_adapters, stored_tensor_names
 from d9d_pipeline import RankStages
 from d9d_state import StateError, StateMapper, concat, identity, parallel, rename, sequential, stack, transpose
 
@@ -53,6 +53,13 @@ def files(folder: Path) -> list[str]:
 
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_names_of_stored_tensors_are_known_before_a_save(tmp_path: Path, method: str) -> None:
+    names = stored_tensor_names(small(METHODS[method]).to("meta"))
+    save_adapters(small(METHODS[method]), tmp_path)
+    assert names == sorted(load_file(tmp_path / "adapter_model.safetensors"))
 
 
 @pytest.mark.parametrize("method", METHODS)

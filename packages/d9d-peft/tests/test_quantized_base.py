@@ -27,7 +27,7 @@ from d9d_dist import (
 )
 from d9d_dist.testing import assert_rounds_like, full_gradients, full_parameters, run_ranks
 from d9d_moe import GroupedLinear
-from d9d_peft import DoRA, LoRA, QuantizedWeight, adapters_off, inject, merge_, quantize_base
+from d9d_peft import DoRA, LoRA, QuantizedWeight, adapters_off, fake_quantize, inject, merge_, quantize_base
 from d9d_peft.block_format import NF4_VALUES, BlockFormat, dequantize_blocks, quantize_blocks
 from d9d_state import load_model_state, save_model_state, sequential
 
@@ -56,6 +56,7 @@ def test_quantized_values_equal_a_plain_loop(block_format: BlockFormat) -> None:
     weight = torch.randn(3, 5, 16)
     codes, scales = quantize_blocks(weight, block_format, 8)
     got = dequantize_blocks(codes, scales, block_format, dtype=torch.float32)
+    assert torch.equal(fake_quantize(weight, block_format=block_format, block_size=8), got)
     # Both sides divide and multiply, and round by half an eps each time.
     eps = torch.finfo(torch.float32).eps
     torch.testing.assert_close(got, dense(weight, block_format), rtol=2 * eps, atol=0)

@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist._model_tensors import canonical_name
+from d9d_dist.checksum import checksum
 from d9d_dist.consensus import gather_json
 from d9d_dist.errors import UserError
-from d9d_dist.parameter_writes import checksum
 from d9d_dist.shards import local_tensor
 
 _SHOWN = 3
@@ -24,7 +24,7 @@ def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[
     """
     chosen = {id(parameter) for parameter in parameters}
     sums = {
-        canonical_name(name): checksum(local)
+        canonical_name(name): (tuple(parameter.shape), checksum(local))
         for name, parameter in module.named_parameters()
         if id(parameter) in chosen
         and not (
@@ -33,12 +33,13 @@ def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[
     }
     if not sums:
         return
-    found = torch.stack(list(sums.values())).tolist()
+    totals = torch.stack([total for _, total in sums.values()]).tolist()
+    found = {name: f"{shape} {total}" for (name, (shape, _)), total in zip(sums.items(), totals, strict=True)}
     names: list[str] = []
     for axis in range(mesh.ndim):  # a later axis passes on what an earlier one has found, so that all ranks raise
         received = gather_json([names, found], mesh.get_group(axis))
-        of_ranks = [values for _, values in received]
-        differing = [name for name, *values in zip(sums, *of_ranks, strict=True) if len(set(values)) > 1]
+        every = dict.fromkeys(name for _, values in received for name in values)
+        differing = [name for name in every if len({values.get(name) for _, values in received}) > 1]
         names = list(dict.fromkeys([*differing, *(name for each, _ in received for name in each)]))
     if names:
         more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""

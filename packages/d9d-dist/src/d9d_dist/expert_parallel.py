@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from d9d_dist._initial_values import agree_on_values
 from d9d_dist._local_parameters import compute_locally, distribute_parameters, local_parameters_of
 from d9d_dist._mesh_axes import axes_of, axis_names
 from d9d_dist.data_parallel import cast_inputs, parallelize_hsdp
@@ -37,7 +38,8 @@ def parallelize_experts(
     gradients of replicated experts are `Partial()` on `ep_replicate`, and `GradientSync` sums them. Forward computes
     with plain tensors of this rank's experts. Data parallelism of outer modules ignores these parameters.
 
-    Call this function after `parallelize_tensor`, and before activation checkpointing and data parallelism.
+    Call this function after `parallelize_tensor`, and before activation checkpointing and data parallelism. The ranks
+    compare the first values of each parameter that is not on `meta`: collective over each axis.
 
     Args:
         module: Module whose parameters all have the experts on dim 0, on `meta` or equal on all ranks.
@@ -49,7 +51,7 @@ def parallelize_experts(
 
     Raises:
         UserError: If the mesh has other axes, `ep_shard` does not divide the number of experts, or a parameter is
-            already sharded. Nothing is changed then.
+            already sharded, or values differ between ranks. Nothing is changed then.
     """
     if axis_names(mesh) != _AXES:
         raise UserError(
@@ -60,6 +62,7 @@ def parallelize_experts(
     _check(module, shard)
     if mesh.size() == 1 and precision is None:
         return
+    agree_on_values(module, mesh, list(module.parameters()))
     _unwrap_replicated_parameters(module)
     if shard.size() > 1:
         distribute_parameters(module, shard, {}, default=Shard(0))

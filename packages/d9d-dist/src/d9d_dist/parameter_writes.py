@@ -16,9 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from d9d_dist._model_tensors import canonical_name
 from d9d_dist._owned_gradient import refuse_sparse
+from d9d_dist.checksum import checksum
 from d9d_dist.errors import UserError
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
@@ -205,10 +204,3 @@ def _gathered(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _state(parameter: torch.Tensor) -> tuple[int, int, bool]:
     return parameter.data_ptr(), parameter._version, parameter.requires_grad
-
-
-def checksum(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bit patterns of all elements, 0-dim int64."""
-    values = parameter.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return values.view(_BITS[values.element_size()]).sum(dtype=torch.int64)

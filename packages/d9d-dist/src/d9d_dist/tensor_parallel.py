@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from d9d_dist._initial_values import agree_on_values
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
 from d9d_dist._mesh_axes import axes_of, axis_names, only_axis
 from d9d_dist.errors import UserError
@@ -23,7 +24,8 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
     Forward computes with plain tensors. Gradients of replicated parameters are summed where ranks compute different
     parts of them (by `GradientSync`, or by FSDP for its parameters). Modules that a fine-tuning method has added to a
     layer are split with it (`FollowsWeight`). Call this function before activation checkpointing, compiling and data
-    parallelism. On a mesh of one rank it only checks the plan.
+    parallelism. On a mesh of one rank it only checks the plan. The ranks compare the first values of each parameter
+    that is not on `meta`: collective.
 
     Args:
         module: Module on `meta` or equal on all ranks. Tied parameters stay tied if `module` holds all of them.
@@ -35,8 +37,8 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
 
     Raises:
         UserError: If a name matches no submodule, two names match one submodule, a style does not support its
-            submodule, the axis size does not divide a split dim, or a submodule is already parallelized. Nothing is
-            changed then.
+            submodule, the axis size does not divide a split dim, or a submodule is already parallelized. Also if values
+            differ between ranks. Nothing is changed then.
     """
     axis = only_axis(mesh, example="tp")
     styles = _match(module, plan)
@@ -48,7 +50,9 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
     for name, style in styles.items():
         _check_splits(name, modules[name], style)
     _check_is_first(modules, axis)
-    distribute_parameters(module, mesh, _placements(modules, styles, mesh), default=Replicate())
+    placements = _placements(modules, styles, mesh)
+    agree_on_values(module, mesh, [each for each in module.parameters() if axis not in axes_of(each)])
+    distribute_parameters(module, mesh, placements, default=Replicate())
     for name, submodule in modules.items():
         if submodule._parameters:
             is_partial = _style_above(name, styles).has_partial_gradients

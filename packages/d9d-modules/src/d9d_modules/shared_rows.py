@@ -4,7 +4,6 @@ Such ranks must choose the same tokens. They compare the arguments of `generate`
 rank: their random generators may have different states.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from d9d_dist.checksum import checksum
 from d9d_dist.consensus import gather_json
 from d9d_dist.errors import UserError
 
@@ -79,13 +79,11 @@ def shared_row_seeds(
     Raises:
         UserError: On every rank, if rows or options differ.
     """
-    digest, (input_ids, _, row_seeds) = 0, rows
-    for each in rows:
-        content = b"" if each is None else each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        digest = zlib.crc32(f"{None if each is None else tuple(each.shape)}".encode() + content, digest)
+    input_ids, _, row_seeds = rows
+    digests = [None if each is None else [*each.shape, int(checksum(each))] for each in rows]
     device = "cpu" if generator is None else generator.device
     drawn = torch.randint(2**62, (), generator=generator, device=device) if row_seeds is None else 0
-    mine = {_ROWS: digest, **{name: repr(value) for name, value in options.items()}}
+    mine = {_ROWS: digests, **{name: repr(value) for name, value in options.items()}}
     found = gather_json([mine, int(drawn)], group)
     for rank, (other, _) in enumerate(found):
         if names := [name for name in mine if other[name] != found[0][0][name]]:

@@ -13,7 +13,6 @@ from d9d_pipeline.verify import verify as verify
 if TYPE_CHECKING:
     from d9d_pipeline._channel import Messages as Messages
     from d9d_pipeline._channel import stage_output as stage_output
-    from d9d_pipeline._message import check_can_be_sent as check_can_be_sent
     from d9d_pipeline.actions import Action as Action
     from d9d_pipeline.actions import Backward as Backward
     from d9d_pipeline.actions import BackwardInput as BackwardInput
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from d9d_pipeline.actions import SendOutput as SendOutput
     from d9d_pipeline.executor import Executor as Executor
     from d9d_pipeline.executor import OutputHandler as OutputHandler
-    from d9d_pipeline.executor import Outputs as Outputs
     from d9d_pipeline.inputs import Inputs as Inputs
     from d9d_pipeline.pipelined_model import PipelinedModel as PipelinedModel
     from d9d_pipeline.pipelined_model import broadcast_tree as broadcast_tree

@@ -45,8 +45,10 @@ class Messages:
 
 
 def stage_output(output: Any) -> Description:
-    """Describe the output of a stage, a tree of tensors; raise `UserError` if it cannot be sent."""
-    return Description.of(*pytree.tree_flatten(output))
+    """Describe the output of a stage, a tree of tensors; raise `UserError` if it cannot be sent to another rank."""
+    description = Description.of(*pytree.tree_flatten(output))
+    description.to_json()  # raises for containers that cannot be serialized
+    return description
 
 
 @final

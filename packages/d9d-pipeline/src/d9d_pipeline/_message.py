@@ -62,11 +62,6 @@ class Description:
         return str(leaves[0]) if len(leaves) == 1 else f"({', '.join(map(str, leaves))})"
 
 
-def check_can_be_sent(output: Any) -> None:
-    """Raise `UserError` if a stage's output cannot be sent to another rank; names the leaf or container type."""
-    Description.of(*pytree.tree_flatten(output)).to_json()
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from d9d_dist import StageInfo, UserError, canonical_name, recorded_blocks
 from d9d_loop.model.built_model import build_model
 from d9d_loop.model.model_provider import ModelProvider
-from d9d_pipeline import Inputs, check_can_be_sent, shared_names
+from d9d_pipeline import Inputs, shared_names, stage_output
 
 
 def build_stages(provider: ModelProvider, num_stages: int, *, seed: int = 0) -> list[nn.Module]:
@@ -119,7 +119,7 @@ def _run_chain(
                 "the only positional argument of the next stage's forward; keyword arguments go to every stage."
             ) from error
         if index + 1 < len(stages) and stage_ranks[index] != stage_ranks[index + 1]:
-            check_can_be_sent(payload[0])
+            stage_output(payload[0])
 
 
 def _show(payload: tuple[Any, ...]) -> str:

@@ -1,10 +1,7 @@
 """Check that replicas are equal, which finds for example a flipped bit or a missing reduction.
 
 Replicas are bitwise equal unless there is a fault, since all ranks get the same gradient sums and run the same
-arithmetic. So the ranks compare a checksum of 8 bytes per tensor.
-
-The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod 2^64. A change of a single word always
-changes the checksum, because 2i + 1 is odd; most permutations of words also change it.
+arithmetic. So the ranks compare a checksum of 8 bytes per tensor (`d9d_dist.checksum`).
 """
 
 from collections import Counter
@@ -17,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, canonical_name, gather_json, local_tensor
+from d9d_dist.checksum import checksum
 from d9d_dist.consensus import name_ranks
 
-_WORDS_AT_ONCE = 1 << 20
 _SHOWN = 8
 
 
@@ -44,9 +41,9 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
     stage = ctx.group_for("batch", "dp", "cp", "tp")
     by_group: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
     for name, local, groups in _replicas(model, optimizer, stage):
-        checksum = _checksum(local)
+        total = checksum(local)
         for group in groups:
-            by_group.setdefault(group, []).append((name, checksum))
+            by_group.setdefault(group, []).append((name, total))
     problems = [problem for group, checksums in by_group.items() for problem in _compare(checksums, group)]
     if found := _join_problems(problems):
         raise ReplicaError(
@@ -70,7 +67,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
         return
     group = ctx.group_for("batch", "dp", "cp")
     checksums = [
-        (canonical_name(f"{module_name}.{name}".removeprefix(".")), _checksum(buffer))
+        (canonical_name(f"{module_name}.{name}".removeprefix(".")), checksum(buffer))
         for module_name, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
@@ -124,23 +121,9 @@ def _groups(parameter: nn.Parameter, stage: dist.ProcessGroup) -> tuple[dist.Pro
     )
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum defined in the module docstring, as a 0-dim int64 tensor on the tensor's device."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    rest[: data.numel() - whole] = data[whole:]
-    total = rest.view(torch.int64).squeeze(0)  # the last, zero-padded word has the factor 1
-    for start in range(0, whole // 8, _WORDS_AT_ONCE):
-        words = data[start * 8 : min((start + _WORDS_AT_ONCE) * 8, whole)].view(torch.int64)
-        factors = torch.arange(start + 1, start + 1 + words.numel(), device=data.device).mul_(2).add_(1)
-        total = total + (words * factors).sum()
-    return total
-
-
 def _compare(checksums: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[str]:
     """All-gather the checksums over a group, and describe the tensors that differ; equal on all ranks of the group."""
-    mine = torch.stack([checksum for _, checksum in checksums])
+    mine = torch.stack([total for _, total in checksums])
     gathered = mine.new_empty(group.size() * mine.numel())
     dist.all_gather_into_tensor(gathered, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
