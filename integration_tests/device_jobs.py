@@ -16,13 +16,14 @@ from unittest import mock
 
 import pretrain
 import torch
+from fake_accelerator import DeviceLog, FakeAccelerator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from d9d_dist import DistributedContext, Launch, MeshConfig
-from d9d_dist.testing import DeviceLog, FakeAccelerator, RankPool
+from d9d_dist.testing import RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader

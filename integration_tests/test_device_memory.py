@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from device_jobs import Case, rehearsed
-
-from d9d_dist.testing import why_no_fake_accelerator
+from fake_accelerator import why_no_fake_accelerator
 
 pytestmark = [
     pytest.mark.full,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from device_jobs import TINY, TINY_EXPERTS, Case, rehearsed
+from fake_accelerator import DeviceLog, StreamOrder, why_no_fake_accelerator
 
-from d9d_dist.testing import DeviceLog, StreamOrder, why_no_fake_accelerator
 from d9d_loop.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(why_no_fake_accelerator() is not None, reason=str(why_no_fake_accelerator()))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_every_module_has_a_docstring() -> None:
     assert not [path for path in SOURCES if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
 
 
-def _folder(module: list[str], package: Path) -> str:
+def _folder(module: Sequence[str], package: Path) -> str:
     """Return the folder of a module below its package, or the module itself if it stands beside the folders."""
     return f"{module[1]}/" if (package / module[1]).is_dir() else module[1]
 
@@ -93,12 +94,11 @@ def imports_between_folders(package: Path) -> dict[str, set[str]]:
         inside = path.relative_to(package.parent).with_suffix("").parts
         if inside[1] == "__init__":  # exports everything
             continue
-        here = _folder(list(inside), package)
+        here = _folder(inside, package)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == package.name:
-                names = [[package.name, name.name] for name in node.names]
-                modules = names if node.module == package.name else [node.module.split(".")]
-                found.setdefault(here, set()).update(_folder(module, package) for module in modules)
+            if isinstance(node, ast.ImportFrom) and (module := (node.module or "").split("."))[0] == package.name:
+                modules = [module] if len(module) > 1 else [[package.name, name.name] for name in node.names]
+                found.setdefault(here, set()).update(_folder(each, package) for each in modules)
     return {here: others - {here} for here, others in found.items()}
 
 

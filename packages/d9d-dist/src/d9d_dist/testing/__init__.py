@@ -10,11 +10,6 @@ from d9d_dist.testing.compare import differences as differences
 from d9d_dist.testing.compare import full_gradients as full_gradients
 from d9d_dist.testing.compare import full_parameters as full_parameters
 from d9d_dist.testing.compare import full_tree as full_tree
-from d9d_dist.testing.device_log import DeviceEntry as DeviceEntry
-from d9d_dist.testing.device_log import DeviceLog as DeviceLog
-from d9d_dist.testing.device_log import EntryKind as EntryKind
-from d9d_dist.testing.fake_accelerator import FakeAccelerator as FakeAccelerator
-from d9d_dist.testing.fake_accelerator import why_no_fake_accelerator as why_no_fake_accelerator
 from d9d_dist.testing.float64 import KeepFloat64 as KeepFloat64
 from d9d_dist.testing.float64 import in_float64 as in_float64
 from d9d_dist.testing.pool import Device as Device
@@ -22,5 +17,4 @@ from d9d_dist.testing.pool import RankError as RankError
 from d9d_dist.testing.pool import RankPool as RankPool
 from d9d_dist.testing.pool import accelerators_for as accelerators_for
 from d9d_dist.testing.pool import run_ranks as run_ranks
-from d9d_dist.testing.stream_order import StreamOrder as StreamOrder
 from d9d_dist.testing.triton_interpreter import run_tests_interpreted as run_tests_interpreted

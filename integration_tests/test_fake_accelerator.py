@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_accelerator import DeviceLog, FakeAccelerator, StreamOrder, why_no_fake_accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from d9d_dist.testing import DeviceLog, FakeAccelerator, RankError, RankPool, StreamOrder, why_no_fake_accelerator
+from d9d_dist.testing import RankError, RankPool
 
 pytestmark = pytest.mark.skipif(why_no_fake_accelerator() is not None, reason=str(why_no_fake_accelerator()))
 

@@ -2,7 +2,7 @@
 
 from typing import final
 
-from d9d_dist.testing.device_log import DeviceEntry, DeviceLog
+from fake_accelerator.device_log import DeviceEntry, DeviceLog
 
 _WORK = frozenset({"kernel", "copy", "copy in", "copy out", "collective"})
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from d9d_dist.testing._fake_operators import NAME, Operators
+from fake_accelerator.operators import NAME, Operators
 
 BACKEND = "fakegpu_ranks"
 """Name of the backend for `torch.distributed.init_process_group`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from d9d_dist.testing.device_log import DeviceEntry
+from fake_accelerator.device_log import DeviceEntry
 
 NAME = "fakegpu"
 """Type of the device."""
@@ -22,7 +22,7 @@ _SIZES_FROM_VALUES = frozenset(
 # Operators that torch's C++ code decomposes, although an accelerator has a single kernel for each of them.
 _ONE_KERNEL = ("_chunk_cat", "_chunk_cat.out", "_grouped_mm", "_fused_rms_norm", "_fused_rms_norm_backward")
 _SDPA = "_scaled_dot_product_fused_attention_overrideable"
-_OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("_fake_operators.py", "_fake_ranks.py"))
+_OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("operators.py", "fake_ranks.py"))
 _NOT_COMPUTING = ("empty", "new_empty", "detach", "alias", "view", "_unsafe_view", "record_stream")
 
 

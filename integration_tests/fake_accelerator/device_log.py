@@ -20,7 +20,7 @@ EntryKind = Literal[
 
 KINDS: tuple[EntryKind, ...] = get_args(
     EntryKind
-)  # in the order of the enum `Kind` in _fake_device.cpp; "collective" exists only in Python
+)  # in the order of the enum `Kind` in fake_device.cpp; "collective" exists only in Python
 
 
 @dataclass(frozen=True, slots=True)

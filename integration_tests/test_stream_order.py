@@ -1,6 +1,5 @@
 import pytest
-
-from d9d_dist.testing import DeviceEntry, DeviceLog, StreamOrder
+from fake_accelerator import DeviceEntry, DeviceLog, StreamOrder
 
 
 def _kernel(stream: int, name: str = "mm") -> DeviceEntry:

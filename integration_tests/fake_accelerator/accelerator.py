@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from d9d_dist.errors import UserError
-from d9d_dist.testing._fake_operators import NAME, Operators
-from d9d_dist.testing._fake_ranks import BACKEND, FakeGroup
-from d9d_dist.testing._triton_launches import record_triton_launches
-from d9d_dist.testing.device_log import KINDS, DeviceEntry, DeviceLog
+from fake_accelerator.device_log import KINDS, DeviceEntry, DeviceLog
+from fake_accelerator.fake_ranks import BACKEND, FakeGroup
+from fake_accelerator.operators import NAME, Operators
+from fake_accelerator.triton_launches import record_triton_launches
 
-_SOURCE = Path(__file__).parent / "_fake_device.cpp"
+_SOURCE = Path(__file__).parent / "fake_device.cpp"
 
 
 def why_no_fake_accelerator() -> str | None:

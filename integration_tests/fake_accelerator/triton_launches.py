@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from d9d_dist.testing._fake_operators import NAME, Operators
+from fake_accelerator.operators import NAME, Operators
 
 
 def record_triton_launches(operators: Operators) -> None:
