@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from training_state import problems, reference_of_adapters, sampled, tokens_per_expert, with_bug
+from training_state import generated_to_a_stop, problems, reference_of_adapters, sampled, tokens_per_expert, with_bug
 
 from d9d_dist import BufferValues
 from d9d_dist.testing import run_ranks
@@ -79,6 +79,20 @@ def test_ranks_that_compute_the_same_rows_sample_once(mesh: str) -> None:
     assert torch.equal(second, other_second)
     assert first.shape != second.shape or not torch.equal(first, second)
     assert message.startswith("input_ids, prompt_mask or row_seeds of generate() differ between ranks that compute the")
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"pipeline_parallel": 2}, {"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=str
+)
+@pytest.mark.full
+def test_ranks_that_share_parameters_generate_until_the_last_row_has_ended(mesh: dict[str, int]) -> None:
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    first, second = (run_ranks(generated_to_a_stop, {}, row[None], [], world_size=1)[0] for row in prompts)
+    stop = next(token for token in first[2:] if token not in second)
+    expected = [first[: first.index(stop, 2) + 1], second]
+    assert len(expected[0]) < len(second)
+    found = run_ranks(generated_to_a_stop, {**mesh, "data_parallel_shard": 2}, prompts, [stop], world_size=4)
+    assert {tuple(each) for each in found} == set(map(tuple, expected))
 
 
 def _no_buffer_is_restored() -> AbstractContextManager[object]:

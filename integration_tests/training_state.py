@@ -245,3 +245,13 @@ def sampled(mesh: Mapping[str, Any]) -> tuple[Tensor, Tensor, str]:
         except UserError as error:
             return first, second, str(error)
     return first, second, ""
+
+
+def generated_to_a_stop(mesh: Mapping[str, Any], prompts: Tensor, stop_tokens: list[int]) -> list[int]:
+    """Return the greedy tokens of this data-parallel rank's prompt, one of `prompts`, up to a stop token."""
+    with opened(mesh) as engine:
+        own = prompts[[engine.ctx.coordinate("batch", "dp")]]
+        found = generate(
+            engine.for_generation(), own, max_new_tokens=6, max_context=16, temperature=0, stop_tokens=stop_tokens
+        )
+        return found.token_ids[found.mask].tolist()

@@ -50,7 +50,7 @@ class Without:
     @staticmethod
     def enter() -> AbstractContextManager[object]:
         """Return the context."""
-        return mock.patch.multiple(microbatches, digest_batches=lambda batches: [], are_close=lambda a, b: True)
+        return mock.patch.object(microbatches, "digest_batches", return_value=0)
 
 
 def on_rank(width: int, blocks: int) -> dict[str, list[float]]:

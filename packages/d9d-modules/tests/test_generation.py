@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d9d_dist import UserError
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import run_ranks
 from d9d_modules import Qwen3ForCausalLM, Qwen3Params, generate
 
 VOCAB = 8
@@ -131,3 +132,28 @@ def test_padding_does_not_change_the_generated_text() -> None:
     padded = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0, pad_to_multiple_of=4).token_ids
     assert lengths[4:] == [4, 4, 8, 8]
     assert torch.equal(padded, plain)
+
+
+class _Pipeline:
+    """Function of a rank that must run as many forward passes as the other rank, whose rows are others."""
+
+    rows_group, row_multiple = None, 1
+
+    def __init__(self) -> None:
+        self.data_group = torch.distributed.group.WORLD
+        self.num_calls = 0
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        self.num_calls += 1
+        return _successor(input_ids)
+
+
+def _until_a_stop() -> tuple[list[int], int]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model, prompt = _Pipeline(), torch.tensor([[[3], [1]][ctx.rank]])
+        found = generate(model, prompt, max_new_tokens=6, max_context=8, temperature=0, stop_tokens=[5])
+        return found.token_ids[found.mask].tolist(), model.num_calls
+
+
+def test_ranks_with_other_rows_run_as_many_forward_passes() -> None:
+    assert run_ranks(_until_a_stop, world_size=2) == [([3, 4, 5], 4), ([1, 2, 3, 4, 5], 4)]

@@ -1,20 +1,25 @@
 """Values that must be equal between ranks: batches of a data-parallel coordinate, learning rates, prompts."""
 
+import copy
+from collections import UserDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_dist.testing import RankError, run_ranks
 from d9d_loop import Engine, EngineConfig, Loss, ModelProvider, Task
 from d9d_loop.engine import microbatches
-from d9d_loop.engine.batch_digest import are_close, digest_batches, mix
+from d9d_loop.engine.batch_digest import digest_batches, find_difference, mix
 from d9d_loop.resilience import BadStepConfig, StepGuard, bad_steps
 from d9d_loop.resilience.same_values import Same
 from d9d_pipeline import Inputs
@@ -74,7 +79,9 @@ def _batches(rank: int, kind: str) -> list[Batch]:
             x = x * (1 + 1e-6 * rank)
         case "shapes":
             x = x[: 2 - rank]
-    batch = {"x": x, "labels": torch.arange(4) + (rank if kind == "labels" else 0), "kind": "a"}
+    batch: Batch = {"x": x, "labels": torch.arange(4) + (rank if kind == "labels" else 0), "kind": "a"}
+    if kind == "keys" and rank == 0:
+        batch["more"] = 1
     return [{**batch, "kind": "ab"[rank]} if kind == "texts" else batch]
 
 
@@ -90,11 +97,17 @@ def _pass(kind: str, folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["labels", "floats", "scale", "shapes", "texts"])
-@pytest.mark.sample("labels", "floats")
-def test_ranks_of_a_coordinate_with_other_batches_are_an_error(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("labels", "labels"), ("floats", "x"), ("scale", "x"), ("shapes", "x"), ("texts", "kind"), ("keys", "more")],
+)
+@pytest.mark.sample("labels-labels", "floats-x")
+def test_ranks_of_a_coordinate_with_other_batches_are_an_error(kind: str, name: str, tmp_path: Path) -> None:
     for message in run_ranks(_pass, kind, tmp_path, world_size=2):
-        assert message.startswith("rank 1 got other batches than rank 0, which has the same data-parallel coordinate 0")
+        assert message.startswith(
+            "rank 1 got other batches than rank 0, which has the same data-parallel coordinate 0: "
+            f"{name} of batch 0 differs; expected"
+        )
 
 
 def test_batches_may_differ_by_rounding(tmp_path: Path) -> None:
@@ -180,37 +193,47 @@ def test_digests_depend_on_each_integer_its_place_and_the_order_of_batches() -> 
     changed[0][1, 2] += 1
     assert digest_batches([first]) == digest_batches([{key: value.clone() for key, value in first.items()}])
     for other in changed:
-        assert not are_close(digest_batches([first]), digest_batches([{"ids": other, "mask": IDS > 3}]))
-    assert not are_close(digest_batches([first, {"ids": IDS + 1}]), digest_batches([{"ids": IDS + 1}, first]))
+        assert digest_batches([first]) != digest_batches([{"ids": other, "mask": IDS > 3}])
+    assert digest_batches([first, {"ids": IDS + 1}]) != digest_batches([{"ids": IDS + 1}, first])
     digests = {int(mix(each, None)) for each in (*changed[:3], IDS)}
     assert len(digests) == 4
     assert int(mix(IDS, mix(IDS + 1, None))) != int(mix(IDS + 1, mix(IDS, None)))
     assert all(0 <= each < 2**50 for each in digests)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.25, -3.0, 1e-4, 1e30])
-def test_digests_compare_floats_of_python_but_for_rounding(value: float) -> None:
-    def digest(weight: Any, other: float = 0.5) -> list[float]:
-        return digest_batches([{"ids": IDS, "weight": weight, "x": other}])
-
-    assert are_close(digest(value), digest(value * (1 + 1e-6)))
-    assert are_close(digest(value), digest(value + 1e-8))
-    for different in (value + max(1e-4, abs(value) / 10), 7.0, torch.nan, torch.inf, None):
-        assert not are_close(digest(value), digest(different))
-    assert not are_close(digest(value), digest(0.5, value))
-    assert are_close(digest(torch.nan), digest(torch.nan))
-    assert not are_close(digest(b"a"), digest(b"b"))
+@dataclass
+class _Sample:
+    value: Any
 
 
-@pytest.mark.parametrize("size", [1, 8, 1 << 14])
-def test_differences_of_equal_policies_may_be_other_rounding_on_each_rank(size: int) -> None:
-    digests = []
-    for rank in range(2):
-        draws = torch.Generator().manual_seed(rank)
-        noise = 2e-7 * torch.randn(size, generator=draws)
-        digests.append(digest_batches([{"ids": IDS, "kl": noise, "advantages": noise.double()}]))
-    assert are_close(*digests)
-    assert not are_close(digests[0], digest_batches([{"ids": IDS, "kl": noise + 1.0, "advantages": noise.double()}]))
+FLOATS = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+ARRAY = np.arange(6).reshape(2, 3)
+LEAVES: list[tuple[Any, Any]] = [
+    (FLOATS, -FLOATS),
+    (FLOATS, FLOATS.flip(0)),
+    (FLOATS.bfloat16(), FLOATS.bfloat16() * 1.5),
+    (torch.complex(FLOATS, FLOATS).conj(), torch.complex(FLOATS, FLOATS + 1).conj()),
+    (ARRAY, ARRAY + 1),
+    (ARRAY.T, ARRAY.reshape(3, 2)),
+    (ARRAY[::-1], ARRAY),
+    (ARRAY.astype(">f4"), ARRAY.astype(">f4") * 2),
+    (np.array(["a", "b"]), np.array(["a", "c"])),
+    (np.broadcast_to(ARRAY, (2, 2, 3)), np.broadcast_to(ARRAY + 1, (2, 2, 3))),
+    (np.int32(3), np.int32(4)),
+    (UserDict({"ids": IDS}), UserDict({"ids": IDS + 1})),
+    (_Sample(IDS), _Sample(IDS + 1)),
+    (torch.nan, torch.inf),
+    (b"a", b"b"),
+    (0.5, None),
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("leaf", "other"), LEAVES)
+def test_digests_depend_on_each_leaf(leaf: Any, other: Any) -> None:
+    assert digest_batches([{"x": leaf}]) == digest_batches([{"x": copy.deepcopy(leaf)}])
+    assert digest_batches([{"x": leaf}]) != digest_batches([{"x": other}])
+    assert digest_batches([{"x": leaf, "y": other}]) != digest_batches([{"x": other, "y": leaf}])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
@@ -218,7 +241,55 @@ def test_samples_of_large_tensors_are_not_one_column(dtype: torch.dtype) -> None
     rows = torch.ones(1 << 12, 64, dtype=dtype)
     other = rows.clone()
     other[:, 1] = 3
-    assert not are_close(digest_batches([{"x": rows}]), digest_batches([{"x": other}]))
+    assert digest_batches([{"x": rows}]) != digest_batches([{"x": other}])
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Return each value as one of its neighbors in bfloat16."""
+    return (values.bfloat16().view(torch.int16) + 1).view(torch.bfloat16)
+
+
+LOG_PROBS = -10 * torch.rand(2, 7, generator=torch.Generator().manual_seed(1))
+NOISE = 2e-6 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+SPARSE = torch.tensor([0.0, 0.0, 0.0, 0.25, -3.0, 1e9, -torch.inf, torch.nan])
+CLOSE: dict[str, tuple[Any, Any]] = {
+    "bfloat16": (LOG_PROBS.bfloat16(), _rounded(LOG_PROBS)),
+    "computed in bfloat16": (LOG_PROBS.bfloat16().float(), _rounded(LOG_PROBS).double().float()),
+    "differences of equal policies": (NOISE, NOISE.flip(0)),
+    "fills": (SPARSE, SPARSE * (1 + 1e-6)),
+    "cancellation": (torch.tensor([1.0, -1.0, 0.002]), torch.tensor([1.0, -1.0, -0.002])),
+    "numbers": ([0.25, 1e-4, 1e30, torch.nan, torch.inf], [0.2500001, 1.00001e-4, 1e30, torch.nan, torch.inf]),
+    "arrays": (LOG_PROBS.numpy(), LOG_PROBS.numpy() * (1 + 1e-6)),
+}
+OTHER: dict[str, tuple[Any, Any]] = {
+    "a value": (LOG_PROBS, LOG_PROBS + F.one_hot(torch.tensor([3, 5]), 7) * 0.5),
+    "fills": (SPARSE, SPARSE + 0.1),
+    "a fill": (SPARSE, SPARSE.nan_to_num(posinf=1.0, neginf=-1e9, nan=torch.nan)),
+    "scale": (LOG_PROBS, LOG_PROBS * 1.1),
+    "small": (torch.full((4,), 1e-4), torch.full((4,), 2e-4)),
+    "number": ([0.0, 0.25], [1e-4, 0.25]),
+    "order of numbers": ([0.5, 0.25], [0.25, 0.5]),
+    "complex": (torch.complex(FLOATS, FLOATS), torch.complex(FLOATS, -FLOATS)),
+}
+
+
+def _differences() -> list[tuple[str, Any]]:
+    with MeshConfig(tensor_parallel=2).build() as ctx:
+        group = ctx.group_for("batch", "pp", "cp", "tp")
+        # Three leaves: whether a difference counts does not depend on the place of a leaf.
+        return [
+            (name, find_difference([{"a": 1.0, "b": FLOATS, "x": pair[ctx.rank], "y": IDS}], group))
+            for name, pair in {**{f"close {name}": pair for name, pair in CLOSE.items()}, **OTHER}.items()
+        ]
+
+
+def test_only_differences_by_rounding_are_accepted() -> None:
+    first, second = run_ranks(_differences, world_size=2)
+    assert first == second
+    assert [name for name, found in first if found is None] == [f"close {name}" for name in CLOSE]
+    found = dict(first)
+    assert found["scale"] == (1, 0, "x of batch 0")
+    assert found["number"] == (1, 0, "x.0 of batch 0")
 
 
 def _call_alone(call: str, folder: Path) -> str:
@@ -248,7 +319,7 @@ def test_a_call_of_one_rank_is_an_error(call: str, tmp_path: Path) -> None:
 
 
 def _compare_nothing() -> AbstractContextManager[object]:
-    return mock.patch.object(microbatches, "are_close", return_value=True)
+    return mock.patch.object(microbatches, "digest_batches", return_value=0)
 
 
 def _compare_no_rates() -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from d9d_dist.counter_random import mix_bits, uniform_at
 from d9d_dist.errors import UserError
 from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
-from d9d_modules.shared_rows import sharded_groups, shared_row_seeds, sharing_of
+from d9d_modules.shared_rows import shared_row_seeds, sharing_of, stopping_groups
 
 
 @final
@@ -89,8 +89,8 @@ def generate(
         use_cache: True to require the cache, False to recompute the context for each token. None uses the cache if the
             model supports it.
         group: Ranks that stop together, because they share parameters and have different rows: others would wait for a
-            rank whose rows have ended. None for the ranks over which the parameters of a module are sharded; required
-            with `stop_tokens` for other callables. One all-reduce per token.
+            rank whose rows have ended. None if the model declares them (`SharesRows`), or is a module: the ranks over
+            which its parameters are sharded. Required with `stop_tokens` for other callables. One all-reduce per token.
         rows_group: Ranks that compute the same rows; None if the model declares them (`SharesRows`), or is a module.
         on_tokens: Called with the tokens [B] of each step, to stream text; None for no callback.
 
@@ -120,7 +120,7 @@ def generate(
         }
         rows = [input_ids, prompt_mask, row_seeds]
         row_seeds = shared_row_seeds(rows, options, sharing, generator=generator)
-    groups = [group] if group is not None else sharded_groups(model)
+    groups = [group] if group is not None else stopping_groups(model)
     mask = None if prompt_mask is None else _checked_mask(prompt_mask, input_ids)
     tokens = _Tokens(input_ids, mask, stop_tokens=stop_tokens, pad_token=pad_token)
     choose = partial(_choose, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seeds=row_seeds)

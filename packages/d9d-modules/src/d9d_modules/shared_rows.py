@@ -29,6 +29,11 @@ class SharesRows(Protocol):
         ...
 
     @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """Ranks with other rows that run as many forward passes, because they share parameters; None for none."""
+        ...
+
+    @property
     def row_multiple(self) -> int:
         """Number of which the length of a row must be a multiple."""
         ...
@@ -48,8 +53,13 @@ def sharing_of(model: Any) -> tuple[dist.ProcessGroup | None, int]:
     return None, 1
 
 
-def sharded_groups(model: Any) -> list[dist.ProcessGroup]:
-    """Return the groups over which the parameters of a module are sharded, except by tensor parallelism."""
+def stopping_groups(model: Any) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks with other rows that run as many forward passes, because they share parameters.
+
+    For a module they are the groups over which its parameters are sharded, except by tensor parallelism.
+    """
+    if isinstance(model, SharesRows):
+        return [model.data_group] if model.data_group is not None and model.data_group.size() > 1 else []
     found: dict[dist.ProcessGroup, None] = {}
     for parameter in model.parameters() if isinstance(model, nn.Module) else ():
         if isinstance(parameter, DTensor):

@@ -24,6 +24,7 @@ class PipelinedModel:
         group: Process group of the pipeline; None for one rank.
         rows_group: Ranks that compute the same rows; by default, those of the pipeline. `d9d_modules.generate` samples
             once for them.
+        data_group: Ranks with other rows that run as many forward passes, because they share parameters; None for none.
         row_multiple: Number of which the length of a row must be a multiple.
     """
 
@@ -36,11 +37,12 @@ class PipelinedModel:
         stages_per_rank: int = 1,
         placement: StagePlacement = "loop",
         rows_group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
         row_multiple: int = 1,
     ) -> None:
         self._group = group
         self.rows_group = group if rows_group is None else rows_group
-        self.row_multiple = row_multiple
+        self.data_group, self.row_multiple = data_group, row_multiple
         num_ranks = 1 if group is None else group.size()
         program = build(ForwardOnly(stages_per_rank, placement), num_ranks=num_ranks, num_microbatches=1)
         self._last_rank = program.stage_ranks[-1]

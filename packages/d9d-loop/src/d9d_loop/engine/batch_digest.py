@@ -1,57 +1,70 @@
 """Digests of batches, by which the ranks of one data-parallel coordinate find that they have different batches.
 
-Otherwise a pipeline would train on the tokens of one batch and the labels of another. Integers are compared exactly:
-token ids, labels, masks. Floating-point values may have been computed on each rank, so they may differ by rounding.
+Otherwise a pipeline would train on the tokens of one batch and the labels of another. Ranks read the same batches, so
+digests are exact. Only if they differ, the ranks compare each value: floating-point values may have been computed on
+each rank, such as rewards by a model in bfloat16, and may then differ by rounding.
+
 Large tensors on the CPU are sampled with a fixed odd stride; with an even one, all samples of a matrix could be in one
 column. Of tensors on an accelerator all integers are compared, and no other values.
 """
 
-import math
+import ctypes
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from d9d_dist import all_gather_trees, gather_json
+
 _MAX_INTEGERS, _MAX_FLOATS = 1 << 17, 1 << 12  # samples of a tensor
 _FACTOR = 0x9E3779B97F4A7C1
 _MODULUS = (1 << 50) - 1  # exact as float64
-_FLOAT_SCALE = 1e4  # for a float, the tolerance is about 1 percent, but at least 1e-6
-_SMALLEST = 1e-3  # differences of 1e-6 are rounding also in values about 0, such as those of two equal policies
-TOLERANCE = 1e-2
-"""Largest difference of a digest of floating-point values: of values that are different, almost all digests differ."""
+_ROUNDING = 2.0**-6  # twice the largest distance of neighboring bfloat16 values, relative to the value
+_SMALLEST = 1e-5  # rounding of float32 log-probabilities about 50, also where a difference of them is about 0
 
 
-def digest_batches(batches: Sequence[Any]) -> list[float]:
-    """Return a digest as JSON: an exact number, and two that may differ by `TOLERANCE`. No collectives.
+def digest_batches(batches: Sequence[Any]) -> int:
+    """Return a digest of batches, equal for equal batches. No collectives.
 
     Of tensors on an accelerator only dtypes and shapes are included; see `digest_on_device`.
     """
-    exact, close = len(batches), [0.0, 0.0]
-    for number, (path, leaf) in enumerate(_leaves(batches, "")):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-            exact = zlib.crc32(f"{path}{leaf.dtype}{leaf.shape}".encode(), exact)
-            if leaf.device.type != "cpu" or not leaf.numel():
-                continue
-            values = _samples(leaf.detach())
-            if values.is_floating_point():
-                along, length = _project(values, number)
-                close[0], close[1] = close[0] + along, close[1] + length
-            else:
-                # Wraps around. An order of magnitude faster than a checksum of the bytes.
-                values = values if values.dtype == torch.int64 else values.to(torch.int64)
-                dot = int(torch.dot(values, _factors(values.numel())).item())
-                exact = zlib.crc32(dot.to_bytes(8, "little", signed=True), exact)
-        elif isinstance(leaf, float) and math.isfinite(leaf):
-            exact = zlib.crc32(f"{path}float".encode(), exact)
-            close[0] += math.asinh(max(min(leaf, 1e300), -1e300) * _FLOAT_SCALE) * (1 + number % 7)
-        elif isinstance(leaf, str | bytes | int | float | complex | None):
-            exact = zlib.crc32(f"{path}{leaf!r}".encode(), exact)
-    return [exact, *close]
+    digest = len(batches)
+    for path, leaf in _leaves(batches, ""):
+        digest = _digest(leaf, zlib.crc32(path.encode(), digest))
+    return digest
+
+
+def find_difference(batches: Sequence[Any], group: dist.ProcessGroup) -> tuple[int, int, str] | None:
+    """Return a rank with other batches than the first rank of a group, that rank, and the key; None for mere rounding.
+
+    Collective over the group: `gather_json`, and `all_gather_trees` of samples if only floating-point values differ.
+    """
+    leaves = dict(_leaves(batches, ""))
+    digests = {path: [_kind(leaf), _digest(leaf, 0)] for path, leaf in leaves.items()}
+    first, *others = gather_json(digests, group)
+    ranks = dist.get_process_group_ranks(group)
+    floats: set[str] = set()
+    for rank, other in zip(ranks[1:], others, strict=True):
+        for path in {**first, **other}:
+            mine, its = first.get(path, [None, 0]), other.get(path, [None, 0])
+            if mine[0] != its[0] or (mine[1] != its[1] and not _is_rounded(mine[0])):
+                return rank, ranks[0], _name(path)
+            if mine[1] != its[1]:
+                floats.add(path)
+    samples = all_gather_trees({path: _samples(_as_tensor(leaves[path])) for path in sorted(floats)}, group)
+    for rank, other in zip(ranks, samples, strict=True):
+        for path, values in other.items():
+            if not _are_close(samples[0][path], values):
+                return rank, ranks[0], _name(path)
+    return None
 
 
 def digest_on_device(batches: Iterable[Any], previous: Tensor | None) -> Tensor | None:
@@ -75,11 +88,6 @@ def mix(integers: Tensor, previous: Tensor | None) -> Tensor:
     return (found if previous is None else found + previous * 31) & _MODULUS
 
 
-def are_close(digest: Sequence[float], other: Sequence[float]) -> bool:
-    """Return True if two results of `digest_batches` are those of the same batches."""
-    return digest[:1] == other[:1] and all(abs(a - b) <= TOLERANCE for a, b in zip(digest[1:], other[1:], strict=True))
-
-
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree with their paths; faster than `pytree` for dicts, lists and tuples."""
     if isinstance(tree, dict):
@@ -90,24 +98,55 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}.{index}")
     elif tree is None or isinstance(tree, (Tensor, str, int, float)):  # a union is built in each call
         yield path, tree
+    elif isinstance(tree, Mapping):
+        yield from _leaves(dict(tree), path)
+    elif is_dataclass(tree):
+        yield from _leaves({each.name: getattr(tree, each.name) for each in fields(tree)}, path)
     else:
         for index, value in enumerate(pytree.tree_leaves(tree)):
-            yield f"{path}.{index}", value
+            yield f"{path}.{index}", _as_tensor(value)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Return a NumPy array or a number as a tensor; an array of other objects as a list; other leaves unchanged."""
+    if isinstance(leaf, float):
+        return torch.tensor(leaf, dtype=torch.float64)
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(leaf, numpy.ndarray | numpy.generic):
+        return leaf
+    array = numpy.array(leaf, order="C", copy=None)
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError):  # texts, dates, objects
+        return leaf.tolist()
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _digest(leaf: Any, digest: int) -> int:
+    """Return the digest of a leaf and of an earlier digest."""
+    if not isinstance(leaf, Tensor):
+        known = isinstance(leaf, str | bytes | int | float | complex | list | None)
+        return zlib.crc32(repr(leaf).encode(), digest) if known else digest
+    digest = zlib.crc32(f"{leaf.dtype}{leaf.shape}".encode(), digest)
+    if isinstance(leaf, DTensor) or leaf.device.type != "cpu" or not leaf.numel():
+        return digest
+    values = _samples(leaf)
+    if values.is_floating_point():
+        return zlib.crc32((ctypes.c_char * values.nbytes).from_address(values.data_ptr()), digest)
+    # Wraps around. For token ids, faster than a checksum of the bytes.
+    values = values if values.dtype == torch.int64 else values.to(torch.int64)
+    dot = int(torch.dot(values, _factors(values.numel())).item())
+    return zlib.crc32(dot.to_bytes(8, "little", signed=True), digest)
 
 
 def _samples(tensor: Tensor) -> Tensor:
-    flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
+    tensor = tensor.detach()
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1).contiguous()
     limit = _MAX_FLOATS if flat.is_floating_point() else _MAX_INTEGERS
     return flat if len(flat) <= limit else flat[:: -(-len(flat) // limit) | 1].contiguous()
-
-
-def _project(values: Tensor, number: int) -> tuple[float, float]:
-    """Return the projection of a vector on one direction, and the logarithm of its length."""
-    wide = values.to(torch.float32)
-    length, along = math.sqrt(torch.dot(wide, wide).item()), torch.dot(wide, _direction(len(wide))).item()
-    if not (math.isfinite(length) and math.isfinite(along)):
-        return _project(wide.nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0).clamp(-1e9, 1e9), number)
-    return along / max(length, _SMALLEST * math.sqrt(len(wide))) * (1 + number % 7), math.log1p(length)
 
 
 @lru_cache(maxsize=16)
@@ -115,6 +154,19 @@ def _factors(size: int) -> Tensor:
     return torch.arange(1, size + 1) * _FACTOR + 1
 
 
-@lru_cache(maxsize=16)
-def _direction(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(size))
+def _are_close(values: Tensor, others: Tensor) -> bool:
+    """Return True if values differ by rounding to bfloat16, relative to themselves or to their median."""
+    wide = values.double()
+    sizes = wide[wide.isfinite() & (wide != 0)].abs()
+    typical = sizes.median().item() if sizes.numel() else 0.0
+    smallest = _SMALLEST + _ROUNDING * typical
+    return torch.allclose(wide, others.double(), rtol=_ROUNDING, atol=smallest, equal_nan=True)
+
+
+def _is_rounded(kind: str) -> bool:
+    return "float" in kind or "complex" in kind
+
+
+def _name(path: str) -> str:
+    number, _, name = path[1:].partition(".")
+    return f"{name} of batch {number}" if name else f"batch {number}"

@@ -7,9 +7,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from d9d_dist import DistributedContext, UserError, all_gather_trees, gather_json
+from d9d_dist import DistributedContext, UserError, agree, all_gather_trees, gather_json
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.engine.batch_digest import are_close, digest_batches, digest_on_device
+from d9d_loop.engine.batch_digest import digest_batches, digest_on_device, find_difference
 from d9d_loop.resilience.same_values import describe_difference
 from d9d_loop.task import BatchTask
 
@@ -22,6 +22,7 @@ class MicrobatchAgreement:
         self._task, self._ctx = task, ctx
         self._place = BatchPlacement(task, ctx)
         self._has_copies = ctx.world_size > ctx.size("batch", "dp")  # several ranks get the same batches
+        self._rows_group = ctx.group_for("batch", "pp", "cp", "tp")
         self._digest: Tensor | None = None
         self._example: Any = None
         self._has_example = False
@@ -51,10 +52,11 @@ class MicrobatchAgreement:
             )
         if batches:
             self._example, self._has_example = batches[-1], True
-        digest = digest_batches(batches) if self._has_copies else []
+        digest = digest_batches(batches) if self._has_copies else 0
         mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates]
         counts = same_call(call, mine)
-        self._check(counts)
+        if self._digests_differ(counts):
+            self._compare(batches)
         if self._has_copies:
             self._digest = digest_on_device(batches, self._digest)
         number = supported(max(count for _, count, *_ in counts))
@@ -80,26 +82,37 @@ class MicrobatchAgreement:
         self._digest = None
         return digests
 
-    def _check(self, counts: Sequence[Any]) -> None:
+    def _compare(self, batches: Sequence[Any]) -> None:
+        """Raise `UserError` on every rank if batches of one coordinate differ by more than rounding. Collective."""
+        found, problem = find_difference(batches, self._rows_group), None
+        if found is not None:
+            rank, first, name = found
+            problem = UserError(
+                f"rank {rank} got other batches than rank {first}, which has the same data-parallel coordinate "
+                f"{self._ctx.coordinate('batch', 'dp')}: {name} differs; expected the same batches on all pipeline-, "
+                "context- and tensor-parallel ranks of a coordinate. Choose a rank's data by "
+                "ctx.coordinate('batch', 'dp'), and seed random data by it."
+            )
+        agree(problem)
+
+    def _digests_differ(self, counts: Sequence[Any]) -> bool:
+        """Return True if digests differ within a coordinate; raise `UserError` for other values that differ."""
         if not any(count for _, count, *_ in counts):
             raise UserError("no rank passed a batch; expected at least one batch. Skip the call if there are no data.")
-        expected: dict[int, tuple[int, int, list[float]]] = {}
+        expected: dict[int, tuple[int, int]] = {}
+        differ = False
         for rank, (dp_rank, count, _, digest, kind, rate) in enumerate(counts):
             if kind != counts[0][4] or not math.isclose(rate, counts[0][5], rel_tol=1e-9):
                 raise UserError(describe_difference(None, rates=True))
-            first, num, digest_of_first = expected.setdefault(dp_rank, (rank, count, digest))
+            num, digest_of_first = expected.setdefault(dp_rank, (count, digest))
+            differ = differ or digest != digest_of_first
             if num != count:
                 raise UserError(
                     f"rank {rank} got {count} batches, and an earlier rank with data-parallel coordinate {dp_rank} got "
                     f"{num}; expected the same batches on all pipeline-, context- and tensor-parallel "
                     "ranks of a coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp')."
                 )
-            if not are_close(digest, digest_of_first):
-                raise UserError(
-                    f"rank {rank} got other batches than rank {first}, which has the same data-parallel coordinate "
-                    f"{dp_rank}; expected the same batches on all pipeline-, context- and tensor-parallel ranks of a "
-                    "coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp'), and seed random data by it."
-                )
+        return differ
 
 
 def same_call(call: str, value: Any = None) -> list[Any]:

@@ -64,7 +64,7 @@ class Pipeline:
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
         self._takes_mask = all(map(_takes_mask, self.stages.values()))
         self.group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
-        self._rows_group = ctx.group_for("batch", "pp", "cp", "tp")
+        self._rows_group, self._data_group = ctx.group_for("batch", "pp", "cp", "tp"), ctx.group_for("batch", "dp")
         self._tp_size = ctx.size("batch", "tp")
         shared = shared_names or {}
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
@@ -184,6 +184,7 @@ class Pipeline:
             stages_per_rank=self._schedule.stages_per_rank,
             placement=self._schedule.placement,
             rows_group=self._rows_group,
+            data_group=self._data_group,
             row_multiple=self._tp_size,
         )
 
@@ -191,7 +192,7 @@ class Pipeline:
         """Return the model for `d9d_modules.generate`; see `Engine.for_generation`."""
         if self.num_stages == 1 and self._split is None:
             return self.model
-        return WholeRows(self.callable(), self._split, self._rows_group, self._tp_size)
+        return WholeRows(self.callable(), self._split, self._rows_group, self._data_group, self._tp_size)
 
     def _program(self, num_microbatches: int, *, trains: bool) -> Program:
         key = trains, num_microbatches
@@ -222,13 +223,19 @@ class WholeRows:
 
     Attributes:
         rows_group: Ranks that compute the same rows.
+        data_group: Ranks with other rows, which may share parameters, so they run as many forward passes.
         row_multiple: Number of which the length of a row must be a multiple.
     """
 
     def __init__(
-        self, model: PipelinedModel, split: ContextSplit | None, rows_group: dist.ProcessGroup, tp_size: int
+        self,
+        model: PipelinedModel,
+        split: ContextSplit | None,
+        rows_group: dist.ProcessGroup,
+        data_group: dist.ProcessGroup,
+        tp_size: int,
     ) -> None:
-        self._model, self._split, self.rows_group = model, split, rows_group
+        self._model, self._split, self.rows_group, self.data_group = model, split, rows_group, data_group
         self.row_multiple = tp_size if split is None else 2 * split.mesh.size() * tp_size
 
     def __call__(self, ids_BL: Tensor, **whole: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ def normalize_advantages(
     | REINFORCE++ (arXiv:2501.03262, section 3) | `none` | `batch_std` |
     | REINFORCE++ with baseline (the same) | `group_mean` | `batch_std` |
 
+    `group_std` needs a baseline: without one, rewards that are equal for a prompt would be divided by `epsilon` alone.
     `batch_std` also subtracts the mean of the batch. Standard deviations of n values have the divisor n - 1. The
     answers of a prompt may be on several ranks. Differences to a mean that are mere rounding count as 0, so equal
     rewards give advantage 0 at any magnitude. Collectives over `group`: at most four all-reduces of G values, and with
@@ -53,9 +54,14 @@ def normalize_advantages(
         group: Ranks that hold the answers of the batch: the data-parallel ranks. None if this rank holds all of them.
 
     Raises:
-        UserError: If the shapes differ, or a prompt id on the CPU is out of range. Also if several ranks run without
-            `group`, and this rank has no answer of a prompt.
+        UserError: If `group_std` has no baseline, the shapes differ, or a prompt id on the CPU is out of range. Also if
+            several ranks run without `group`, and this rank has no answer of a prompt.
     """
+    if baseline == "none" and scale == "group_std":
+        raise UserError(
+            'baseline = "none" with scale = "group_std" would divide rewards that are equal for a prompt by epsilon '
+            'alone; expected baseline = "group_mean" or "leave_one_out", or scale = "batch_std" or "none".'
+        )
     if rewards_S.shape != prompt_ids_S.shape or rewards_S.dim() != 1:
         raise UserError(
             f"rewards have shape {tuple(rewards_S.shape)} and prompt ids {tuple(prompt_ids_S.shape)}; expected shape "
