@@ -160,10 +160,10 @@ def host_device(group: dist.ProcessGroup | None) -> torch.device:
 
 def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...]:
     """Split a tensor into equal views. Raises `UserError` if `num_parts` does not divide the size of the dim."""
-    if tensor.shape[dim] % num_parts:
+    if missing := -tensor.shape[dim] % num_parts:
         raise UserError(
             f"got a tensor of shape {tuple(tensor.shape)} to split over {num_parts} ranks on dim {dim}, whose size "
-            f"is {tensor.shape[dim]}; expected a multiple of {num_parts}."
+            f"is {tensor.shape[dim]}; expected a multiple of {num_parts}. Pad it to {tensor.shape[dim] + missing}."
         )
     return tensor.tensor_split(num_parts, dim=dim)
 

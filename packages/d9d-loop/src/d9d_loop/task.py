@@ -90,6 +90,15 @@ class BatchTask(ABC):
         """
         return batch
 
+    def pad_sequence(self, batch: Any, multiple: int) -> tuple[Any, int]:
+        """Return a batch whose rows are padded on the right to a multiple of columns, and the number of added columns.
+
+        Called if rows are split over context- or tensor-parallel ranks, before `split_sequence`. Added columns must not
+        count: see `token_mask`. The engine removes them from the values per token that it returns. The default adds
+        none. The tasks of `d9d_loop.tasks` override it.
+        """
+        return batch, 0
+
     def split_sequence(self, batch: Any, split: "ContextSplit") -> Any:
         """Return this context-parallel rank's shard of a batch. Called only with several context-parallel ranks.
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from d9d_dist import UserError
-from d9d_loop.losses import PreferenceLoss
+from d9d_loop.losses import PolicyLoss, PreferenceLoss
 from d9d_loop.tasks import DistillationTask, NextTokenTask, PolicyTask, PreferenceTask, RewardTask
 
 
@@ -124,3 +124,50 @@ def test_documents_that_are_not_one_of_a_pair_are_padding_of_rewards() -> None:
     documents = torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3], [2, 2, 3, 0]])
     expected = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]).bool()
     assert torch.equal(RewardTask().token_mask({"documents": documents}), expected)
+
+
+PAIRS = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 2, 2, 3]])
+
+
+@pytest.mark.parametrize("multiple", [2, 4, 8])
+@pytest.mark.parametrize(
+    "task",
+    [
+        NextTokenTask(),
+        PolicyTask(PolicyLoss(kl_weight=0.1)),
+        PolicyTask(PolicyLoss(average="sequences", ratio_level="sequence", kl_weight=0.1)),
+        PreferenceTask(),
+        PreferenceTask(PreferenceLoss(length_normalized=True)),
+        RewardTask(),
+        DistillationTask(),
+    ],
+)
+def test_added_columns_do_not_change_a_loss(task: Any, multiple: int) -> None:
+    draws = torch.Generator().manual_seed(0)
+    labels = torch.where(PAIRS == 3, -100, torch.randint(0, 9, (2, 5), generator=draws))
+    batch = {"labels": labels, "documents": PAIRS, "position_ids": torch.arange(5).repeat(2, 1), "input_ids": labels}
+    for key in ("advantages", "reference_log_probs", "old_log_probs", "importance"):
+        batch[key] = torch.rand(2, 5, generator=draws)
+    batch["teacher_log_probs"] = torch.rand(2, 5, 3, generator=draws).log_softmax(-1) - 0.1
+    batch["teacher_ids"] = torch.randint(0, 9, (2, 5, 3), generator=draws)
+    batch["expert_indices"] = torch.tensor([-1, 3]).view(1, 1, 2, 1).expand(2, 5, 2, 1)
+    padded, num_added = task.pad_sequence(batch, multiple)
+    assert num_added == -5 % multiple
+    for each in (batch, padded):
+        each["scores"] = torch.full(each["labels"].shape, 7.0)  # also of the padding
+        each["scores"][:, :5] = -torch.arange(1, 11).view(2, 5) / 10
+
+    def total(rows: dict[str, Any]) -> Any:
+        scores = rows["scores"]
+        if isinstance(task, DistillationTask):
+            return task.loss({"log_probs": -scores.unsqueeze(-1).expand(-1, -1, 3).square()}, rows)
+        is_plain = isinstance(task, NextTokenTask | RewardTask)
+        found = scores.masked_fill(rows["labels"] < 0, 0.0) if isinstance(task, NextTokenTask) else scores
+        return task.loss(found if is_plain else {"log_probs": found, "auxiliary_losses": found}, rows)
+
+    found, expected = total(padded), total(batch)
+    assert_close(found.total, expected.total)
+    assert_close(found.weight, expected.weight)
+    assert torch.equal(padded["expert_indices"], batch["expert_indices"][:, :1].expand(-1, 5 + num_added, -1, -1))
+    assert torch.equal(padded["token_mask"][:, :5], task.token_mask(batch))
+    assert not padded["token_mask"][:, 5:].any()

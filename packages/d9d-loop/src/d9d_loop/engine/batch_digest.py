@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import all_gather_trees, gather_json
 
-_MAX_INTEGERS, _MAX_FLOATS = 1 << 17, 1 << 12  # samples of a tensor
+_MAX_INTEGERS, _MAX_FLOATS = 1 << 17, 1 << 13  # samples of a tensor
 _FACTOR = 0x9E3779B97F4A7C1
 _MODULUS = (1 << 50) - 1  # exact as float64
 _ROUNDING = 2.0**-6  # twice the largest distance of neighboring bfloat16 values, relative to the value
@@ -38,7 +38,7 @@ def digest_batches(batches: Sequence[Any]) -> int:
     """
     digest = len(batches)
     for path, leaf in _leaves(batches, ""):
-        digest = _digest(leaf, zlib.crc32(path.encode(), digest))
+        digest = _digest(leaf, path, digest)
     return digest
 
 
@@ -48,7 +48,7 @@ def find_difference(batches: Sequence[Any], group: dist.ProcessGroup) -> tuple[i
     Collective over the group: `gather_json`, and `all_gather_trees` of samples if only floating-point values differ.
     """
     leaves = dict(_leaves(batches, ""))
-    digests = {path: [_kind(leaf), _digest(leaf, 0)] for path, leaf in leaves.items()}
+    digests = {path: [_kind(leaf), _digest(leaf, "", 0)] for path, leaf in leaves.items()}
     first, *others = gather_json(digests, group)
     ranks = dist.get_process_group_ranks(group)
     floats: set[str] = set()
@@ -125,28 +125,29 @@ def _kind(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def _digest(leaf: Any, digest: int) -> int:
-    """Return the digest of a leaf and of an earlier digest."""
+def _digest(leaf: Any, path: str, digest: int) -> int:
+    """Return the digest of a leaf, its path, and an earlier digest."""
     if not isinstance(leaf, Tensor):
-        known = isinstance(leaf, str | bytes | int | float | complex | list | None)
-        return zlib.crc32(repr(leaf).encode(), digest) if known else digest
-    digest = zlib.crc32(f"{leaf.dtype}{leaf.shape}".encode(), digest)
-    if isinstance(leaf, DTensor) or leaf.device.type != "cpu" or not leaf.numel():
-        return digest
-    values = _samples(leaf)
-    if values.is_floating_point():
-        return zlib.crc32((ctypes.c_char * values.nbytes).from_address(values.data_ptr()), digest)
-    # Wraps around. For token ids, faster than a checksum of the bytes.
-    values = values if values.dtype == torch.int64 else values.to(torch.int64)
-    dot = int(torch.dot(values, _factors(values.numel())).item())
-    return zlib.crc32(dot.to_bytes(8, "little", signed=True), digest)
+        is_known = isinstance(leaf, str | bytes | int | float | complex | list | None)
+        return zlib.crc32(f"{path}{leaf!r}".encode(), digest) if is_known else digest
+    description, content = f"{path}{leaf.dtype}{leaf.shape}", b""
+    if leaf.is_cpu and not isinstance(leaf, DTensor):
+        values = _samples(leaf)
+        if values.is_floating_point():
+            content = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+        else:  # Wraps around. For token ids, faster than a checksum of the bytes.
+            values = values if values.dtype == torch.int64 else values.to(torch.int64)
+            description += str(torch.dot(values, _factors(len(values))).item())
+    return zlib.crc32(content, zlib.crc32(description.encode(), digest))
 
 
 def _samples(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1).contiguous()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.reshape(-1)
     limit = _MAX_FLOATS if flat.is_floating_point() else _MAX_INTEGERS
-    return flat if len(flat) <= limit else flat[:: -(-len(flat) // limit) | 1].contiguous()
+    size = len(flat)
+    return (flat if size <= limit else flat[:: -(-size // limit) | 1]).contiguous()
 
 
 @lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError, refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
-from d9d_loop.engine.microbatches import MicrobatchAgreement, same_call
+from d9d_loop.engine.microbatches import MicrobatchAgreement, same_call, without_padding
 from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.pipeline import Pipeline, WholeRows
 from d9d_loop.engine.reference import Reference, reference_context
@@ -180,10 +180,11 @@ class Engine:
                 batches. Integers on an accelerator are compared in the next step.
         """
         self._require_training("forward_backward()")
-        placed = self._agree(batches, self._step.supported, self._rates)
+        placed, num_added = self._agree(batches, self._step.supported, self._rates)
         values: dict[int, Mapping[str, Tensor]] = {}
         self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
-        return self.pipeline.gather_tokens([values[index] for index in sorted(values)])
+        found = self.pipeline.gather_tokens([values[index] for index in sorted(values)])
+        return without_padding(found, num_added)
 
     def score(
         self, batches: Sequence[Any], read: ReadTokens | None = None, *, experts: RecordLayers | None = None
@@ -208,8 +209,9 @@ class Engine:
             UserError: If the model has no argument `scores` and there is no `read`. Also as for `forward_backward`.
         """
         self._require_onloaded("score()")
-        placed = self._agree(batches, lambda number: number, call="score()")
-        return score(placed, len(batches), pipeline=self.pipeline, task=self._task, read=read, experts=experts)
+        placed, num_added = self._agree(batches, lambda number: number, call="score()")
+        found = score(placed, len(batches), pipeline=self.pipeline, task=self._task, read=read, experts=experts)
+        return without_padding(found, num_added)
 
     @contextmanager
     def reference(self) -> Generator[None]:

@@ -1,7 +1,7 @@
 """Microbatches of a call: placed on the device, the same number on all ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -34,8 +34,10 @@ class MicrobatchAgreement:
         rates: tuple[float, float] = (0.0, 0.0),
         *,
         call: str = "forward_backward()",
-    ) -> list[Any]:
+    ) -> tuple[list[Any], list[int]]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
+
+        Also return the number of columns that were added to each of `batches`, see `BatchTask.pad_sequence`.
 
         For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
         that is at least its argument. `rates` are those of `Same`, for engines without a guard. `call` is the
@@ -64,11 +66,12 @@ class MicrobatchAgreement:
             found = all_gather_trees([batches[-1]] if batches else [], None)
             if not self._has_example:
                 self._example, self._has_example = next(tree for tree in found if tree)[0], True
-        placed = [self._place(batch) for batch in batches]
+        pairs = [self._place.padded(batch) for batch in batches]
+        placed = [each for each, _ in pairs]
         if len(placed) < number:
             stand_in = self._place(self._task.stand_in(self._example))
             placed.extend([stand_in] * (number - len(placed)))
-        return placed
+        return placed, [num_added for _, num_added in pairs]
 
     def pop_digests(self) -> Tensor | None:
         """Return the digests of the batches on the device since the last call; see `Same`. No collectives."""
@@ -113,6 +116,14 @@ class MicrobatchAgreement:
                     "ranks of a coordinate. Choose a rank's data by ctx.coordinate('batch', 'dp')."
                 )
         return differ
+
+
+def without_padding(values: Sequence[Mapping[str, Tensor]], num_added: Sequence[int]) -> list[Mapping[str, Tensor]]:
+    """Return values per token [B, L, ...] of each batch without the last columns, which were added to its rows."""
+    return [
+        {name: value[:, : value.shape[1] - num] for name, value in each.items()} if num else each
+        for each, num in zip(values, num_added, strict=True)
+    ]
 
 
 def same_call(call: str, value: Any = None) -> list[Any]:

@@ -33,6 +33,15 @@ class PackedTask(Task):
         """Return the mask of tokens [B, L]; see `is_token`. A key `token_mask` of the batch replaces it."""
         return batch["token_mask"] if "token_mask" in batch else is_token(batch["labels"], batch["documents"])
 
+    def pad_sequence(self, batch: PackedBatch, multiple: int) -> tuple[PackedBatch, int]:
+        """Return rows that are padded by a document without labels; log-probabilities, advantages and others by 0."""
+        length = batch["input_ids"].shape[1]
+        num_added = -length % multiple
+        if not num_added:
+            return batch, 0
+        rows = {**batch, "token_mask": self.token_mask(batch)}
+        return {key: _padded(key, each, length, num_added) for key, each in rows.items()}, num_added
+
     def split_sequence(self, batch: PackedBatch, split: ContextSplit) -> PackedBatch:
         """Return this context-parallel rank's part of the rows, with the mesh of the split as `cp`."""
         # The mask of a document needs the whole document, which may span several ranks.
@@ -301,6 +310,18 @@ def is_token(labels_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
     runs_BL = is_first_BL.cumsum(dim=1)
     num_labels_BL = torch.zeros_like(runs_BL).scatter_add_(1, runs_BL, (labels_BL != IGNORED_LABEL).to(runs_BL.dtype))
     return num_labels_BL.gather(1, runs_BL) > 0
+
+
+def _padded(key: str, values: Any, length: int, num_added: int) -> Any:
+    """Return the values of a key of a batch with added columns, if they are values per token [B, L, ...]."""
+    if not isinstance(values, Tensor) or values.dim() < 2 or values.shape[1] != length:
+        return values
+    added = values[:, -1:].expand(-1, num_added, *values.shape[2:])  # valid experts of each layer, for `expert_indices`
+    if key == "documents":  # an even id, so that the padding is not the second answer of a pair
+        added = ((values.amax(dim=1, keepdim=True) + 2) // 2 * 2).clamp(max=length + num_added - 1).expand_as(added)
+    elif key != "expert_indices":
+        added = torch.full_like(added, IGNORED_LABEL if key == "labels" else 0)
+    return torch.cat([values, added], dim=1)
 
 
 def is_in_pair(document_ids_BL: Tensor) -> Tensor:
