@@ -259,8 +259,8 @@ def _refusal(name: str) -> str:
 @pytest.mark.parametrize("name", ["reduce_scatter_to_axis", "scatter_to_axis", "all_to_all_reshard"])
 def test_refuses_uneven_parts(name: str) -> None:
     message = (
-        "got a tensor of shape (4, 5) to split over 2 ranks on dim 1, whose size is 5; expected a multiple of 2. Pad it "
-        "to 6."
+        "got a tensor of shape (4, 5) to split over 2 ranks on dim 1, whose size is 5; expected a multiple of 2. "
+        "Pad it to 6."
     )
     assert run_ranks(_refusal, name) == [message] * 2
 

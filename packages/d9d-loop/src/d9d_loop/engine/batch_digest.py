@@ -116,7 +116,7 @@ def _as_tensor(leaf: Any) -> Any:
         return leaf
     array = numpy.array(leaf, order="C", copy=None)
     try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        return torch.as_tensor(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError):  # texts, dates, objects
         return leaf.tolist()
 
