@@ -28,7 +28,8 @@ def run(name: str, *arguments: str, ranks: int = 1) -> dict[str, Any]:
     after = os.times()
     seconds = after.children_user + after.children_system - before.children_user - before.children_system
     print(f"{name}: {seconds:.0f} s of processor time", flush=True)
-    return {**json.loads(output.splitlines()[-1]), "processor_seconds": round(seconds)}
+    _stamp, _, summary = output.splitlines()[-1].partition("{")
+    return {**json.loads("{" + summary), "processor_seconds": round(seconds)}
 
 
 def learned(folder: Path) -> dict[str, dict[str, Any]]:

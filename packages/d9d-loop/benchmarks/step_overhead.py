@@ -100,7 +100,7 @@ def d9d(samples: list[Batch], steps: int, width: int) -> None:
                 "optimizer": {"learning_rate": RATE},
                 "gradients": {"max_norm": MAX_NORM},
                 "checkpoint": {"every": 500},
-                "logging": {"every": 50, "progress": False},
+                "logging": {"every": 50, "progress": False, "stamps": False},
                 "export": False,
             }
         )

@@ -82,7 +82,7 @@ def test_a_preset_file_starts_a_job_without_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preset = _write(tmp_path, "preset_of_a_command")
-    arguments = [str(preset), "--dataset.size", "12", "--run.name", "named"]
+    arguments = [str(preset), "--dataset.size", "12", "--run.name", "named", "--logging.stamps", "false"]
     command = [sys.executable, "-m", "d9d_loop", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == ["seen 1", "seen 2"]

@@ -57,7 +57,7 @@ CHANGED: dict[str, Any] = {
     "logging.every": 1,
     "logging.progress": True,
     "logging.report": False,
-    "logging.stamps": True,
+    "logging.stamps": False,
     "logging.draw_lr_schedule": True,
     "host.collect_garbage_every": None,
     "profile.first_step": 5,

@@ -228,7 +228,7 @@ class LoggingConfig(Section):
     )
     progress: bool = Field(default=True, description="Show a progress bar if the output is a terminal.")
     stamps: bool = Field(
-        default=False, description="Prepend time and rank to each line of the log, unless the output is a terminal."
+        default=True, description="Prepend time and rank to each line of the log, unless the output is a terminal."
     )
     report: bool = Field(default=True, description="Write `report.html` at the end, from the values in metrics.jsonl.")
     draw_lr_schedule: bool = Field(

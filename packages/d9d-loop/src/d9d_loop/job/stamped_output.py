@@ -1,40 +1,35 @@
 """Time and rank at the start of each line of a job's log."""
 
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, TextIO, final
+from typing import TextIO
 
 
-@contextmanager
-def stamped_output(rank: int, *, enabled: bool) -> Generator[None]:
-    """Prepend local time and rank to each line of standard output and standard error, unless they are terminals."""
-    before = sys.stdout, sys.stderr
-    if enabled:
-        sys.stdout, sys.stderr = (each if each.isatty() else _Stamped(each, rank) for each in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+def stamp_output(rank: int, *, enabled: bool) -> None:
+    """Prepend local time and rank to each line that this process prints from now on, unless it prints to a terminal.
+
+    Standard output and standard error are changed in place, because handlers of `logging` keep the streams. Their lines
+    are stamped until the process ends: a traceback after the job belongs to the same log. Streams that replace the
+    process's own ones, such as in a notebook or under pytest, are not changed. `enabled=False` removes earlier stamps.
+    """
+    for stream, own in ((sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)):
+        if own is None:
+            continue
+        vars(own).pop("write", None)
+        if enabled and stream is own and not own.isatty():
+            _stamp(own, rank)
 
 
-@final
-class _Stamped:
-    """Text stream that forwards to another one, with a stamp before each line."""
+def _stamp(stream: TextIO, rank: int) -> None:
+    write, is_at_start = stream.write, True
 
-    def __init__(self, stream: TextIO, rank: int) -> None:
-        self._stream, self._rank, self._is_at_start = stream, rank, True
-
-    def write(self, text: str) -> int:
-        if not text:
-            return 0
-        stamp = f"{datetime.now().astimezone().isoformat(timespec='seconds')} rank {self._rank} "
-        lines = text.splitlines(keepends=True)
-        first = stamp if self._is_at_start else ""
-        self._is_at_start = text.endswith("\n")
-        self._stream.write(first + stamp.join(lines))
+    def write_stamped(text: str) -> int:
+        nonlocal is_at_start
+        if text:
+            stamp = f"{datetime.now().astimezone().isoformat(timespec='seconds')} rank {rank} "
+            # One write per call, and only "\n" ends a line: a progress bar writes "\r" to draw over its line.
+            write((stamp if is_at_start else "") + text[:-1].replace("\n", f"\n{stamp}") + text[-1])
+            is_at_start = text[-1] == "\n"
         return len(text)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    vars(stream)["write"] = write_stamped

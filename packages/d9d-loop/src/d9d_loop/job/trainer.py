@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import Launch, MeshConfig, UserError
+from d9d_dist import Launch, MeshConfig, UserError, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import TrainResult
+from d9d_loop.job.stamped_output import stamp_output
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -114,6 +115,7 @@ class Trainer:
             BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
             Stopped: If a signal or a slow host ended the job, after a checkpoint of its last step was saved.
         """
+        stamp_output(read_launch().rank, enabled=self._config.logging.stamps)
         with explained("the job cannot be built"):
             plan = self._plan(self._config)
         from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor

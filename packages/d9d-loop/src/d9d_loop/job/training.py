@@ -18,7 +18,6 @@ from d9d_loop.job.job_run import evaluate_job, run_job
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
-from d9d_loop.job.stamped_output import stamped_output
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_metrics import redact_secrets, redact_text
@@ -27,7 +26,7 @@ from d9d_state import CheckpointStore, StateError, locked_folder
 
 def train(plan: JobPlan, events: Events) -> TrainResult:
     """Run a planned job to its last step; see `Trainer.train`."""
-    with stamped_output(plan.model.launch.rank, enabled=plan.config.logging.stamps), LauncherWatch() as launcher:
+    with LauncherWatch() as launcher:
         if plan.config.rehearsal:
             rehearse(plan)
         timeouts = plan.config.resilience.timeouts.timeouts
