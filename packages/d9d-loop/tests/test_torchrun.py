@@ -15,8 +15,10 @@ from torch.distributed.launcher import api as launcher
 from d9d_dist.failures import NODE_FOLDER
 from d9d_loop import warm_rank
 from d9d_loop.elastic_rendezvous import BACKEND
+from d9d_loop.report.run_status import read_status
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN
 from d9d_loop.resilience.launcher_watch import LAUNCHER
+from d9d_loop.resilience.node_files import write_job
 from d9d_loop.torchrun import main
 
 
@@ -54,6 +56,26 @@ def test_torchrun_exits_with_the_code_of_the_rank_that_failed_first(
     failure = ProcessFailure(0, pid=7, exitcode=125, error_file=str(tmp_path / "missing"))
     assert _exit_code(ChildFailedError("train.py", {0: failure}), {0: 125, 1: -signal.SIGKILL}) == 137
     assert capsys.readouterr().err == "d9d-torchrun: Exit codes: rank 0: 125, rank 1: 137.\n"
+
+
+@pytest.mark.parametrize(("code", "nodes"), [(-signal.SIGKILL, "1"), (-signal.SIGKILL, "2"), (75, "1")])
+def test_the_launcher_reports_a_failure_that_no_rank_reported(tmp_path: Path, code: int, nodes: str) -> None:
+    def end_ranks(options: object) -> None:
+        agent = launcher.LocalElasticAgent
+        assert isinstance(agent, partial)
+        agent.keywords["ends"].codes.update({0: code})
+        write_job(tmp_path, "echo $D9D_STATE: $D9D_ERROR > $D9D_RUN/said")
+        raise ChildFailedError("train.py", {0: ProcessFailure(0, pid=7, exitcode=code, error_file="missing")})
+
+    with mock.patch.object(run, "run", side_effect=end_ranks), pytest.raises(SystemExit):
+        main(["--nnodes", nodes, "train.py"])
+    status = read_status(tmp_path)
+    if (code, nodes) != (-signal.SIGKILL, "1"):
+        assert status is None
+        return
+    assert (tmp_path / "said").read_text() == "failed: d9d-torchrun: Exit codes: rank 0: 137.\n"
+    assert status is not None
+    assert (status["state"], status["error"]) == ("failed", "d9d-torchrun: Exit codes: rank 0: 137.")
 
 
 def test_after_a_signal_the_exit_code_is_that_of_the_ranks() -> None:

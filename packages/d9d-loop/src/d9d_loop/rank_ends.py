@@ -42,6 +42,10 @@ class RankEnds:
             return ExitCode.PEER_LOST if ExitCode.PEER_LOST in failed.values() else _as_shell(-signal.SIGTERM)
         return 0 if self.codes else default
 
+    def rank_of(self, code: int) -> int:
+        """Return the rank of this node that ended first with an exit code, as shells report it."""
+        return next((rank for rank, each in self.codes.items() if _as_shell(each) == code), 0)
+
     def wants_restart(self) -> bool:
         """Return True if the launcher should restart the ranks: after a failure that may pass, or on another host."""
         code = self.exit_code()

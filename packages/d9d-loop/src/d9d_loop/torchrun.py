@@ -29,6 +29,7 @@ from d9d_loop.rank_ends import RankEnds
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN, ExitCode
 from d9d_loop.resilience.launcher_watch import LAUNCHER
 from d9d_loop.resilience.lost_terminal import drop_lost_terminal, terminals
+from d9d_loop.resilience.node_files import claims_report, read_job
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _SAVE_SECONDS = 600  # time for ranks to save after a signal; a scheduler's own limit is usually shorter
@@ -60,7 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os.environ[NODE_FOLDER] = folder
             if options.warm:
                 _warm_up(options, parser)
-            record(run.run)(options)
+            try:
+                record(run.run)(options)
+            except ChildFailedError:
+                _report_dead_ranks(ends, options)
+                raise
     except ChildFailedError:
         print(ends.describe(), file=sys.stderr)
         raise SystemExit(ends.exit_code()) from None
@@ -70,6 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SignalException as received:
         drop_lost_terminal(descriptors)
         raise SystemExit(ends.exit_code(default=128 + received.sigval)) from None
+
+
+def _report_dead_ranks(ends: RankEnds, options: Namespace) -> None:
+    """Report a failure of the job if no rank could, because all were killed or crashed.
+
+    On several nodes, the ranks of the other nodes report it.
+    """
+    code, job = ends.exit_code(), read_job()
+    if job is None or options.nnodes not in ("1", "1:1") or code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+        return
+    if claims_report():
+        from d9d_loop.job.end_command import report_failure  # noqa: PLC0415 - only after failures
+
+        folder, on_failure = job
+        report_failure(folder, on_failure, rank=ends.rank_of(code), cause=ends.describe())
 
 
 def _describe_network(options: Namespace, error: Exception) -> str:

@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError
+from d9d_dist.failures import NODE_FOLDER
 from d9d_loop import Loss, StepDone, Task, Trainer, TrainerConfig
-from d9d_loop.job.end_command import run_command
+from d9d_loop.config.trainer_config import RunConfig
+from d9d_loop.job.end_command import report_early_failure, run_command
 from d9d_loop.job.journal import Journal
+from d9d_loop.report.run_status import read_status, write_failure
+from d9d_loop.resilience.node_files import forget_ranks
 from d9d_state import StateError
 
 _SAY = 'echo "$D9D_STATE $D9D_STEP of $D9D_STEPS, saved $D9D_SAVED: $D9D_ERROR" >> "$D9D_RUN/said"'
@@ -65,6 +69,52 @@ def test_an_error_before_the_first_step_runs_the_command(tmp_path: Path) -> None
     with pytest.raises((UserError, OSError, StateError)) as error:
         _trainer(tmp_path, on_failure="echo $D9D_STATE: $D9D_ERROR >> $D9D_RUN/said").train()
     assert (tmp_path / "run" / "said").read_text().startswith(f"failed: {type(error.value).__name__}: ")
+
+
+def test_an_error_of_the_plan_runs_the_command_and_creates_no_folder(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, on_failure=f"echo $D9D_RANK, $D9D_STATE: $D9D_ERROR >> {tmp_path}/said")
+    without_data = Trainer(trainer._config, model=nn.Linear(1, 1), data=[], task=_Regression())
+    with pytest.raises(UserError):
+        without_data.train()
+    assert (tmp_path / "said").read_text().startswith("0, failed: UserError: ")
+    assert not (tmp_path / "run").exists()
+    trainer.train()
+    with pytest.raises(UserError):
+        without_data.train()
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert (status["state"], status["step"], status["error"][:10]) == ("failed", 2, "UserError:")
+
+
+def test_the_first_failing_rank_of_a_node_reports_an_early_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunConfig(folder=tmp_path, on_failure=f"echo $D9D_RANK >> {tmp_path}/said")
+    report_early_failure(run, 1, ValueError())
+    assert not (tmp_path / "said").exists(), "without a launcher that has a folder, rank 0 reports"
+    (tmp_path / "node").mkdir()
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path / "node"))
+    for rank in (1, 0):
+        report_early_failure(run, rank, ValueError())
+    forget_ranks()  # the launcher restarts the ranks
+    report_early_failure(run, 2, ValueError())
+    assert (tmp_path / "said").read_text() == "1\n2\n"
+
+
+def test_a_failure_that_cannot_be_recorded_runs_the_command_on_rank_0(tmp_path: Path, ctx: DistributedContext) -> None:
+    (tmp_path / "journal.jsonl").mkdir()
+    Journal(tmp_path, ctx, on_failure="echo $D9D_ERROR >> $D9D_RUN/said").failed("a full disk")
+    assert (tmp_path / "said").read_text() == "a full disk\n"
+
+
+def test_the_status_keeps_the_first_error_of_a_start(tmp_path: Path, ctx: DistributedContext) -> None:
+    journal = Journal(tmp_path, ctx)
+    journal.started(0, "id")
+    write_failure(tmp_path, "KeyError on rank 1")
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"event": "failed", "time": 1.0, "rank": 1, "host": "a", "cause": "KeyError on rank 1"}\n')
+    journal.failed("a victim")
+    assert (read_status(tmp_path) or {})["error"] == "KeyError on rank 1"
 
 
 def test_only_the_first_failure_after_a_start_runs_the_command(tmp_path: Path, ctx: DistributedContext) -> None:

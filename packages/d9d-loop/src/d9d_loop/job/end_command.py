@@ -1,13 +1,52 @@
 """Commands of operators that a job runs when it fails or completes, such as a message to a chat."""
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
-from d9d_loop.report.run_status import read_status
+from d9d_dist.failures import NODE_FOLDER
+from d9d_loop.config.trainer_config import RunConfig
+from d9d_loop.report.run_status import read_status, write_failure
+from d9d_loop.resilience.node_files import claims_report, write_job
+from d9d_metrics import redact_text
 
 _SECONDS = 60.0
+
+
+@contextmanager
+def early_failure_reported(run: RunConfig, rank: int) -> Generator[None]:
+    """Report an exception of the body, which is a part of a start; see `report_early_failure`."""
+    write_job(run.dir, run.on_failure)
+    try:
+        yield
+    except Exception as error:
+        report_early_failure(run, rank, error)
+        raise
+
+
+def report_early_failure(run: RunConfig, rank: int, error: Exception) -> None:
+    """Report an exception of a start, before the journal of the job exists.
+
+    The first failing rank of each node of `d9d-torchrun` reports it. With other launchers, the ranks cannot know which
+    of them fail, and rank 0 reports it.
+    """
+    if (rank == 0 or NODE_FOLDER in os.environ) and claims_report():
+        report_failure(run.dir, run.on_failure, rank=rank, cause=redact_text(describe_cause(error)))
+
+
+def describe_cause(error: BaseException) -> str:
+    """Return type, message and notes of an exception."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def report_failure(folder: Path, on_failure: str | None, *, rank: int, cause: str) -> None:
+    """Write the state "failed" to the status of a run, and run its command for failures on this rank."""
+    write_failure(folder, cause)
+    run_command(on_failure, folder, state="failed", rank=str(rank), host=socket.gethostname(), error=cause)
 
 
 def run_command(command: str | None, folder: Path, **changes: str) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from d9d_dist import DistributedContext
-from d9d_loop.job.end_command import run_command
+from d9d_loop.job.end_command import report_failure
 from d9d_loop.report.run_history import JOURNAL, read_journal
-from d9d_loop.report.run_status import write_status
+from d9d_loop.report.run_status import write_failure, write_status
+from d9d_loop.resilience.node_files import claims_report
 from d9d_metrics import redact_text
 
 _SECONDS = 10.0  # interval of progress records in seconds
@@ -72,28 +73,32 @@ class Journal:
 
     def failed(self, cause: str) -> None:
         """Record that this rank failed, and the cause without secrets. Any rank may call this method."""
-        rank, host, cause = self._ctx.rank, socket.gethostname(), redact_text(cause)[:_LONGEST]
-        self._write("failed", rank=rank, host=host, cause=cause)
-        if self._on_failure is not None and self._first_failed() == rank:
-            changes = {"state": "failed", "rank": str(rank), "host": host, "error": cause}
-            run_command(self._on_failure, self._file.parent, **changes)
+        rank, cause = self._ctx.rank, redact_text(cause)[:_LONGEST]
+        self._write("failed", rank=rank, host=socket.gethostname(), cause=cause)
+        if self._first_failed() == rank and claims_report():
+            report_failure(self._file.parent, self._on_failure, rank=rank, cause=cause)
+        elif self._ctx.is_main_process:  # its last status may have replaced that of the first failure
+            write_failure(self._file.parent, cause, is_first=False)
 
-    def _first_failed(self) -> int | None:
-        """Return the rank of the first failure since the last start."""
+    def _first_failed(self) -> int:
+        """Return the rank of the first failure since the last start; 0 if the journal cannot be written or read."""
+        records: list[Mapping[str, Any]] = []
+        with suppress(OSError):
+            records = read_journal(self._file.parent)
         first = None
-        for record in read_journal(self._file.parent):
+        for record in records:
             if record["event"] == "started":
                 first = None
             elif record["event"] == "failed" and first is None:
                 first = record["rank"]
-        return first
+        return first or 0
 
     def _write(self, event: Literal["started", "progress", "slow", "ended", "failed"], **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"
         # A single write in append mode, because several ranks may write to the file.
         with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
             file.write(line)
-        if self._ctx.is_main_process:
+        if self._ctx.is_main_process and event != "failed":
             self._write_status(event, values)
 
     def _write_status(self, event: str, values: Mapping[str, Any]) -> None:
@@ -101,7 +106,6 @@ class Journal:
         if values.get("saved", 0) > status.get("saved", 0):
             status["saved_at"] = now
         status |= {name: values[name] for name in ("step", "saved", "run_id") if name in values}
-        status |= {"time": now, "state": {"failed": "failed", "ended": values.get("how")}.get(event, "running")}
-        status["error"] = values.get("cause") if event == "failed" else status.get("error")
+        status |= {"time": now, "state": values["how"] if event == "ended" else "running", "error": None}
         with suppress(OSError):
             write_status(self._file.parent, status)

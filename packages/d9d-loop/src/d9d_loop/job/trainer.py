@@ -15,6 +15,7 @@ from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import TrainResult
+from d9d_loop.job.end_command import early_failure_reported
 from d9d_loop.job.stamped_output import stamp_output
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
@@ -115,8 +116,9 @@ class Trainer:
             BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
             Stopped: If a signal or a slow host ended the job, after a checkpoint of its last step was saved.
         """
-        stamp_output(read_launch().rank, enabled=self._config.logging.stamps)
-        with explained("the job cannot be built"):
+        rank = read_launch().rank
+        stamp_output(rank, enabled=self._config.logging.stamps)
+        with early_failure_reported(self._config.run, rank), explained("the job cannot be built"):
             plan = self._plan(self._config)
         from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
 

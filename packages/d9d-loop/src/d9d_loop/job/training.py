@@ -11,7 +11,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.code_digest import describe_code
 from d9d_loop.job.earlier_run import check_progress, keep_earlier_files, read_earlier_run
-from d9d_loop.job.end_command import run_command
+from d9d_loop.job.end_command import describe_cause, early_failure_reported, report_early_failure, run_command
 from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_run import evaluate_job, run_job
@@ -20,19 +20,21 @@ from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.resilience.launcher_watch import LauncherWatch
-from d9d_metrics import redact_secrets, redact_text
+from d9d_metrics import redact_secrets
 from d9d_state import CheckpointStore, StateError, locked_folder
 
 
 def train(plan: JobPlan, events: Events) -> TrainResult:
     """Run a planned job to its last step; see `Trainer.train`."""
-    with LauncherWatch() as launcher:
-        if plan.config.rehearsal:
-            rehearse(plan)
-        timeouts = plan.config.resilience.timeouts.timeouts
-        precision = plan.config.precision
-        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts, precision=precision) as ctx:
-            result = _train(plan, ctx, events, launcher)
+    launch, config = plan.model.launch, plan.config
+    with LauncherWatch() as launcher, ExitStack() as stack:
+        with early_failure_reported(config.run, launch.rank):
+            if config.rehearsal:
+                rehearse(plan)
+            timeouts = config.resilience.timeouts.timeouts
+            mesh = plan.model.mesh.build(launch=launch, timeouts=timeouts, precision=config.precision)
+            ctx = stack.enter_context(mesh)
+        result = _train(plan, ctx, events, launcher)
     if isinstance(result, Stopped):
         # Raised outside the context, which would report the exception to the other ranks as a failure.
         raise result
@@ -149,12 +151,11 @@ def _report_failure(error: BaseException, job: Job | None, events: Events) -> No
 
 
 def _record_failure(error: BaseException, job: Job | None, config: TrainerConfig, ctx: DistributedContext) -> None:
-    """Record a failure in the journal, which runs `run.on_failure`. Without a journal yet, the main process runs it."""
-    cause = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    """Record a failure in the journal and the status, and run `run.on_failure`."""
     if job is not None:
-        job.journal.failed(cause)
-    elif ctx.is_main_process:
-        run_command(config.run.on_failure, config.run.dir, state="failed", error=redact_text(cause))
+        job.journal.failed(describe_cause(error))
+    elif isinstance(error, Exception):
+        report_early_failure(config.run, ctx.rank, error)
 
 
 def _what_is_saved(config: TrainerConfig) -> str:

@@ -18,8 +18,25 @@ _WIDEST = 80
 def write_status(folder: Path, status: Mapping[str, Any]) -> None:
     """Replace the status file of a run folder atomically. Raises `OSError` if that fails."""
     partial = folder / f".{STATUS}.{os.getpid()}"
-    partial.write_text(json.dumps(status) + "\n", encoding="utf-8")
-    partial.replace(folder / STATUS)
+    try:
+        partial.write_text(json.dumps(status) + "\n", encoding="utf-8")
+        partial.replace(folder / STATUS)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_failure(folder: Path, cause: str, *, is_first: bool = True) -> None:
+    """Set the state in an existing run folder to "failed", with the error if it is the first one of this start.
+
+    I/O errors are ignored.
+    """
+    if not folder.is_dir():  # a start that fails early writes nothing
+        return
+    status = read_status(folder) or {}
+    if status.get("state") != "failed" or is_first:
+        status |= {"state": "failed", "error": cause}
+    with suppress(OSError):
+        write_status(folder, {**status, "time": round(time.time(), 3)})
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -2,9 +2,11 @@
 
 The agent writes which host is lost: a connection to a host without power does not break for minutes, but the agents
 notice the missing keep-alive within seconds. It also writes whether a spare host waits. The ranks write that their own
-host is slow, to request a spare one.
+host is slow, to request a spare one. And they write their run folder and its command for failures, which the launcher
+runs if no rank could.
 """
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from d9d_dist.failures import FIRST_FAILURE_FILE, NODE_FOLDER
 
 _LOST, _SPARE, _SLOW, _REPLACING = "lost", "spare", "slow", "replacing"
+_JOB, _REPORTED = "job", "reported"
 
 
 def describe_lost_host(rank: int, host: str) -> str:
@@ -69,9 +72,37 @@ def read_first_failure() -> tuple[int, int | None] | None:
     return int(rank), int(code) if code else None
 
 
+def write_job(folder: Path, on_failure: str | None) -> None:
+    """Write the run folder of a job, and the command that runs if the job fails. Ranks call this when they start."""
+    _write(_JOB, json.dumps([str(folder.absolute()), on_failure]))
+
+
+def read_job() -> tuple[Path, str | None] | None:
+    """Return what `write_job` has written, or `None`. The launcher calls this."""
+    if (text := _read(_JOB)) is None:
+        return None
+    folder, on_failure = json.loads(text)
+    return Path(folder), on_failure
+
+
+def claims_report() -> bool:
+    """Return True for the first process of this node that reports a failure after a start.
+
+    Without `d9d-torchrun`, return True: then the caller decides which rank reports.
+    """
+    if NODE_FOLDER in os.environ:
+        try:
+            Path(os.environ[NODE_FOLDER], _REPORTED).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:  # a full disk: better two reports than none
+            return True
+    return True
+
+
 def forget_ranks() -> None:
     """Remove what the last ranks of this node have written. The agent calls this before it starts ranks."""
-    for name in (_LOST, _REPLACING, FIRST_FAILURE_FILE):
+    for name in (_LOST, _REPLACING, FIRST_FAILURE_FILE, _REPORTED):
         _write(name, None)
 
 
@@ -82,12 +113,12 @@ def _read(name: str) -> str | None:
 
 
 def _write(name: str, text: str | None) -> None:
-    if NODE_FOLDER not in os.environ or _read(name) == text:
+    if NODE_FOLDER not in os.environ or (text is not None and _read(name) == text):
         return
     path = Path(os.environ[NODE_FOLDER], name)
     with suppress(OSError):  # a full disk must not end a job: these files are optional
         if text is None:
-            path.unlink()
+            path.unlink(missing_ok=True)
             return
         new = path.with_suffix(f".{os.getpid()}")  # several ranks may write
         new.write_text(text, encoding="utf-8")
