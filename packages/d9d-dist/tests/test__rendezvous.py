@@ -1,12 +1,13 @@
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import d9d_dist._rendezvous
-from d9d_dist import Launch, StartupTimeoutError, UserError
+from d9d_dist import AddressInUseError, Launch, StartupTimeoutError, UserError
 from d9d_dist._rendezvous import connect_store, store_place, wait_for_ranks
 from d9d_dist.peers import publish_self
 
@@ -83,11 +84,19 @@ def test_the_error_for_an_unreachable_store_names_the_host_of_the_store(port: in
         connect_store(_launch(3), SHORT)
 
 
-def test_a_port_in_use_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_may_become_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(UserError, match=r"rank 0 cannot listen on MASTER_ADDR = 127\.0\.0\.1 and MASTER_PORT = "):
+        expected = r"rank 0 cannot listen on MASTER_ADDR = 127\.0\.0\.1 and MASTER_PORT = "
+        with pytest.raises(AddressInUseError, match=expected):
             connect_store(_launch(0), SHORT)
+
+
+def test_a_port_that_is_not_allowed_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = dist.DistNetworkError("The server socket has failed to listen. code: -13, name: EACCES")
+    monkeypatch.setattr(dist, "TCPStore", mock.Mock(side_effect=failure))
+    with pytest.raises(UserError, match="rank 0 cannot listen on MASTER_ADDR"):
+        connect_store(_launch(0), SHORT)
 
 
 def test_a_launcher_without_an_address_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:

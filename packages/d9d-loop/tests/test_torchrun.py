@@ -160,7 +160,7 @@ def test_warm_ranks_of_a_program_that_is_not_python_are_refused(capsys: pytest.C
 def test_an_address_in_use_is_a_message(
     error: Exception, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch.object(run, "run", side_effect=error), pytest.raises(SystemExit, match="2"):
+    with mock.patch.object(run, "run", side_effect=error), pytest.raises(SystemExit, match="1"):
         main([*options, "train.py"])
     expected = (
         "d9d-torchrun: this node can neither listen at node0:4 nor reach the job's store there: address already in "

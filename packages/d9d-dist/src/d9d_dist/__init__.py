@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from d9d_dist.differentiable import sum_over_ranks as sum_over_ranks
     from d9d_dist.embedding_rows import synchronize_embeddings as synchronize_embeddings
     from d9d_dist.embedding_rows import writes_to_rows as writes_to_rows
+    from d9d_dist.errors import AddressInUseError as AddressInUseError
     from d9d_dist.errors import StartupTimeoutError as StartupTimeoutError
     from d9d_dist.errors import UserError as UserError
     from d9d_dist.expert_parallel import parallelize_experts as parallelize_experts

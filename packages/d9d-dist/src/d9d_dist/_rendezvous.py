@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from d9d_dist.consensus import name_ranks
-from d9d_dist.errors import StartupTimeoutError, UserError
+from d9d_dist.errors import AddressInUseError, StartupTimeoutError, UserError
 from d9d_dist.failures import leave_store
 from d9d_dist.launch import Launch
 from d9d_dist.peers import hosts_of, publish_self
@@ -35,6 +35,7 @@ def connect_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
     Raises:
         UserError: If the launcher did not set the address of the store, or rank 0 cannot listen on it.
+        AddressInUseError: On rank 0, if another process has the port.
         StartupTimeoutError: If the store is unreachable.
     """
     if launch.store is not None:
@@ -136,7 +137,9 @@ def _host_store(launch: Launch, timeout: timedelta) -> dist.Store:
     try:
         return dist.TCPStore(address, port, launch.world_size, is_master=True, **options)
     except dist.DistNetworkError as error:
-        raise UserError(
+        # A port in use may become free; another host's address or a port that is not allowed is a user's mistake.
+        kind = AddressInUseError if "EADDRINUSE" in str(error) else UserError
+        raise kind(
             f"rank 0 cannot listen on MASTER_ADDR = {address} and MASTER_PORT = {port}: "
             f"{str(error).splitlines()[0]}. Use the address of rank 0's host, and a free port."
         ) from None

@@ -20,6 +20,13 @@ def may_pass(error: OSError) -> bool:
     return error.errno in _MAY_PASS
 
 
+class AddressInUseError(RuntimeError):
+    """Failed start of a job: another process has the port of the job's store, such as an earlier job that still ends.
+
+    A restart may help, so it is no `UserError`. `d9d_loop.cli_main` prints it without a traceback, and exits with 1.
+    """
+
+
 class StartupTimeoutError(RuntimeError):
     """Failed start of a job: ranks did not start in time, or the job's store is unreachable; the message names them.
 

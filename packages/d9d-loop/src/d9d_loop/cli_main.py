@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from d9d_dist import StartupTimeoutError, UserError
+from d9d_dist import AddressInUseError, StartupTimeoutError, UserError
 from d9d_loop.data_error import DataError
 from d9d_loop.resilience import ExitCode, Stopped
 from d9d_loop.user_frames import describe_frames, user_frames
@@ -25,7 +25,7 @@ def cli_main() -> Generator[None]:
     - `DataError` because of a `UserError`, such as an invalid line in a file: exit code 2.
     - `StartupTimeoutError`: exit code 124, as for a rank that hangs. Printed on each rank.
     - A broken connection to another rank, which failed before: exit code 125. Printed on each rank.
-    - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
+    - `StateError`, such as a full disk, or a port in use: exit code 1. Printed on each rank that raises it.
     - pydantic's `ValidationError`, such as of `TrainerConfig(...)`: exit code 2, with a line for each invalid key.
     - `KeyboardInterrupt`: exit code 130. Its notes say what is saved.
     - `Stopped`, after a signal or because of a slow host: exit code 75 (`ExitCode.STOPPED`), or 130 for Ctrl-C.
@@ -65,7 +65,7 @@ def _explain(error: Exception) -> ExitCode | None:
     if _is_victim(error):
         _say(message, everywhere=True)
         return ExitCode.PEER_LOST
-    if isinstance(error, StateError):
+    if isinstance(error, StateError | AddressInUseError):
         _say(message, everywhere=True)
         return ExitCode.EXCEPTION
     if frames := user_frames(error):

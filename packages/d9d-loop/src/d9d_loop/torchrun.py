@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: If a rank failed, with the exit code of the rank that failed first: 128 plus the number of a signal
-            that killed it. With code 2 if the address of the job's store is in use. If this process received a signal,
+            that killed it. With code 1 if the address of the job's store is in use. If this process received a signal,
             with the code of its ranks, such as 75 after a save, or 128 plus the number of the signal if there are no
             ranks.
     """
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(ends.exit_code()) from None
     except (DistNetworkError, RendezvousConnectionError) as error:
         print(_describe_network(options, error), file=sys.stderr)
-        raise SystemExit(ExitCode.USER_ERROR) from None
+        raise SystemExit(ExitCode.EXCEPTION) from None  # the port may become free, and the other node may come up
     except SignalException as received:
         drop_lost_terminal(descriptors)
         raise SystemExit(ends.exit_code(default=128 + received.sigval)) from None

@@ -170,6 +170,22 @@ def test_a_checkpoint_of_another_run_id_is_an_error(runs: Path, tmp_path: Path) 
     _trainer(runs, steps=9).train()  # the run has the other id from now on
 
 
+def test_a_step_in_a_local_tier_of_another_run_id_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("d9d_loop.engine.local_tiers.MEMORY", tmp_path / "memory")
+    local: dict[str, Any] = {"every": 8, "memory_every": 1, "replicas": 0}
+    _train_until(_trainer(tmp_path, **local), 3)
+    journal = tmp_path / "run" / "journal.jsonl"
+    journal.write_text(re.sub(r'("run_id": )"\w+"', r'\1"another"', journal.read_text()))
+    with pytest.raises(
+        UserError, match=r"is a checkpoint of run \w+, but the run in .* is another; .* --run\.adopt true"
+    ):
+        _trainer(tmp_path, **local).train()
+    _trainer(tmp_path, run={"adopt": True}, **local).train()
+    assert "resumed from step 2 at " in capsys.readouterr().out
+
+
 def test_two_runs_with_one_folder_of_checkpoints_do_not_mix(tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")
     _trainer(tmp_path / "a", folder=shared, steps=2).train()

@@ -9,7 +9,7 @@ from torch import nn
 
 from d9d_dist import DistributedContext, UserError
 from d9d_dist.failures import NODE_FOLDER
-from d9d_loop import Loss, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop import Loss, ModelReady, StepDone, Task, Trainer, TrainerConfig
 from d9d_loop.config.trainer_config import RunConfig
 from d9d_loop.job.end_command import report_early_failure, run_command
 from d9d_loop.job.journal import Journal
@@ -63,6 +63,20 @@ def test_a_failed_job_runs_its_command_whose_failure_changes_nothing(
     assert "d9d: the command for state 'failed' failed: exit code 3.\n" in capfd.readouterr().err
 
 
+def test_an_error_while_the_job_is_built_is_in_the_status(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+
+    def fail(_ready: ModelReady) -> None:
+        raise KeyError("x")
+
+    trainer.events.on(ModelReady, fail)
+    with pytest.raises(KeyError):
+        trainer.train()
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert (status["state"], status["error"].partition("\n")[0]) == ("failed", "KeyError: 'x'")
+
+
 def test_an_error_before_the_first_step_runs_the_command(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
@@ -78,12 +92,6 @@ def test_an_error_of_the_plan_runs_the_command_and_creates_no_folder(tmp_path: P
         without_data.train()
     assert (tmp_path / "said").read_text().startswith("0, failed: UserError: ")
     assert not (tmp_path / "run").exists()
-    trainer.train()
-    with pytest.raises(UserError):
-        without_data.train()
-    status = read_status(tmp_path / "run")
-    assert status is not None
-    assert (status["state"], status["step"], status["error"][:10]) == ("failed", 2, "UserError:")
 
 
 def test_the_first_failing_rank_of_a_node_reports_an_early_failure(

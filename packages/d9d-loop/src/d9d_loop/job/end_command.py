@@ -19,23 +19,24 @@ _SECONDS = 60.0
 
 @contextmanager
 def early_failure_reported(run: RunConfig, rank: int) -> Generator[None]:
-    """Report an exception of the body, which is a part of a start; see `report_early_failure`."""
+    """Report an exception before the process group starts; see `report_early_failure`. Nothing is written."""
     write_job(run.dir, run.on_failure)
     try:
         yield
     except Exception as error:
-        report_early_failure(run, rank, error)
+        report_early_failure(run, rank, error, has_started=False)
         raise
 
 
-def report_early_failure(run: RunConfig, rank: int, error: Exception) -> None:
-    """Report an exception of a start, before the journal of the job exists.
+def report_early_failure(run: RunConfig, rank: int, error: Exception, *, has_started: bool = True) -> None:
+    """Report an exception before the journal of the job exists. Write the status if the process group has started.
 
     The first failing rank of each node of `d9d-torchrun` reports it. With other launchers, the ranks cannot know which
     of them fail, and rank 0 reports it.
     """
     if (rank == 0 or NODE_FOLDER in os.environ) and claims_report():
-        report_failure(run.dir, run.on_failure, rank=rank, cause=redact_text(describe_cause(error)))
+        cause = redact_text(describe_cause(error))
+        report_failure(run.dir, run.on_failure, rank=rank, cause=cause, has_started=has_started)
 
 
 def describe_cause(error: BaseException) -> str:
@@ -43,9 +44,10 @@ def describe_cause(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
-def report_failure(folder: Path, on_failure: str | None, *, rank: int, cause: str) -> None:
-    """Write the state "failed" to the status of a run, and run its command for failures on this rank."""
-    write_failure(folder, cause)
+def report_failure(folder: Path, on_failure: str | None, *, rank: int, cause: str, has_started: bool = True) -> None:
+    """Write the state "failed" to the status of a run that has started, and run its command for failures."""
+    if has_started:
+        write_failure(folder, cause)
     run_command(on_failure, folder, state="failed", rank=str(rank), host=socket.gethostname(), error=cause)
 
 

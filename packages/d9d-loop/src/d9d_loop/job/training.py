@@ -10,7 +10,7 @@ from d9d_loop.engine.local_tiers import local_tiers
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.code_digest import describe_code
-from d9d_loop.job.earlier_run import check_progress, keep_earlier_files, read_earlier_run
+from d9d_loop.job.earlier_run import check_owner, check_progress, keep_earlier_files, read_earlier_run
 from d9d_loop.job.end_command import describe_cause, early_failure_reported, report_early_failure, run_command
 from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
@@ -105,6 +105,8 @@ def _start_lines(job: Job) -> list[str]:
     """Check a start at step 0 and rename the files of an earlier one; return the message. Main process only."""
     config, source = job.plan.config, job.state.restored_from
     if source is not None:
+        assert job.state.restored is not None
+        check_owner(config, job.state.restored)  # the plan has not seen the steps of local tiers
         return [f"d9d: resumed from step {job.record.step} at {source}.", *_resume_lines(job)]
     check_progress(config, job.state.store.root)
     if not config.evaluation.only:
