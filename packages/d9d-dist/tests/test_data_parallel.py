@@ -578,6 +578,9 @@ def _values_that_differ() -> list[str]:
             with pytest.raises(UserError) as caught:
                 parallelize_replicate(other, dense["dp_cp_shard"])
             messages.append(str(caught.value))
+        with torch.device("meta" if ctx.rank else "cpu"), pytest.raises(UserError) as caught:
+            parallelize_hsdp(nn.Linear(2, 2), both, shard_axis="dp_cp_shard")
+        messages.insert(4, str(caught.value))
         return messages
 
 
@@ -589,11 +592,11 @@ def _with_weight(values: torch.Tensor) -> nn.Module:
 
 def test_values_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
     for messages in run_ranks(_values_that_differ, world_size=4):
-        for message, num_ranks in zip(messages[:4], (2, 4, 4, 4), strict=True):
+        for message, num_ranks in zip(messages[:5], (2, 4, 4, 4, 4), strict=True):
             text = f"the values of weight, bias differ between the {num_ranks} ranks that would share them; "
             assert message.startswith(text)
             assert "Call torch.manual_seed with the same seed on all ranks before the model is built" in message
-        for message, name in zip(messages[4:], ("weight", "weight", "bias"), strict=True):
+        for message, name in zip(messages[5:], ("weight", "weight", "bias"), strict=True):
             assert message.startswith(f"the values of {name} differ between the 2 ranks that would share them; ")
 
 

@@ -20,21 +20,20 @@ _SHOWN = 3
 def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[nn.Parameter]) -> None:
     """Raise `UserError` on all ranks of a mesh unless they have the same values of the parameters.
 
-    Collective over each axis, unless all parameters are on `meta`. Synchronizes the host with the device once.
+    Parameters on `meta` have no values, which must be so on all ranks. Collective over each axis, except for fake
+    tensors. Synchronizes the host with the device once.
     """
     chosen = {id(parameter) for parameter in parameters}
-    sums = {
-        canonical_name(name): (tuple(parameter.shape), checksum(local))
-        for name, parameter in module.named_parameters()
-        if id(parameter) in chosen
-        and not (
-            (local := local_tensor(parameter)).is_meta or isinstance(local, FakeTensor) or nn.parameter.is_lazy(local)
-        )
+    tensors = {
+        canonical_name(name): local_tensor(each) for name, each in module.named_parameters() if id(each) in chosen
     }
-    if not sums:
+    if any(isinstance(each, FakeTensor) for each in tensors.values()):
         return
-    totals = torch.stack([total for _, total in sums.values()]).tolist()
-    found = {name: f"{shape} {total}" for (name, (shape, _)), total in zip(sums.items(), totals, strict=True)}
+    valued = {name: each for name, each in tensors.items() if not (each.is_meta or nn.parameter.is_lazy(each))}
+    totals = torch.stack([checksum(each) for each in valued.values()]).tolist() if valued else []
+    found = {
+        name: f"{tuple(each.shape)} {total}" for (name, each), total in zip(valued.items(), totals, strict=True)
+    }
     names: list[str] = []
     for axis in range(mesh.ndim):  # a later axis passes on what an earlier one has found, so that all ranks raise
         received = gather_json([names, found], mesh.get_group(axis))

@@ -57,9 +57,9 @@ def parallelize_hsdp(
     not the most common one. To shard parameters of another dtype, call this function on their inner modules first.
     Sharded parameters become contiguous. Outputs that are parameters, or views of them, are copied.
 
-    Parameters have values that are equal on all ranks of the mesh, or are on `meta`. The ranks compare the first values
-    of each parameter with values: collective over each axis. The first call that merges several axes is collective over
-    all ranks of the job: it creates their process group.
+    Parameters have values that are equal on all ranks of the mesh, or are on `meta` on all of them. The ranks compare
+    the first values of each parameter: collective over each axis. The first call that merges several axes is collective
+    over all ranks of the job: it creates their process group.
 
     Args:
         module: The module to parallelize. Parameters that an inner call has sharded are skipped, as are experts
@@ -172,8 +172,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
     Parameters become DTensors, `Replicate()` on the axis; tensor-parallel parameters become DTensors on both axes.
     Forward computes with plain tensors. Gradients are `Partial()` on the axis: microbatches are accumulated without
     communication, and `GradientSync` sums them over ranks, in the dtype of `precision.reduce`. On a mesh of one rank
-    without `precision` the module is not changed. The ranks compare the first values of each parameter that is not on
-    `meta`: collective.
+    without `precision` the module is not changed. The ranks compare the first values of each parameter: collective.
 
     Args:
         module: A whole model, on `meta` or equal on all ranks of the axis. Tied parameters stay tied.
