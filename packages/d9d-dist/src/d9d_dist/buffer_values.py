@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist._model_tensors import Slot
+from d9d_dist.errors import check_choice
 from d9d_dist.shards import local_tensor
 
 Buffers: TypeAlias = Literal["all", "not saved"]
@@ -46,6 +47,7 @@ class BufferValues:
     """
 
     def __init__(self, model: nn.Module, which: Buffers = "all", *, device: torch.device | None = None) -> None:
+        check_choice("which", which, Buffers)
         self._device = device
         self._slots = [
             (Slot(module, name), name in module._non_persistent_buffers_set)

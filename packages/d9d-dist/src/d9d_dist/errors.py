@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 
 class UserError(ValueError):
@@ -32,6 +33,12 @@ class StartupTimeoutError(RuntimeError):
 
     `d9d_loop.cli_main` prints it without a traceback and exits with code 124.
     """
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise a `UserError` unless an argument is one of the values of its `Literal` type."""
+    if value not in get_args(choices):
+        raise UserError(f"{name} = {value!r}; expected one of {', '.join(get_args(choices))}.")
 
 
 def refuse_listed(what: str, sections: Mapping[str, Sequence[str]]) -> None:

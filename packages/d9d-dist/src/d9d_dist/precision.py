@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from d9d_dist.errors import check_choice
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,8 +31,10 @@ class Precision:
 def precision_of_job(name: PrecisionName, device: "torch.device") -> Precision | None:
     """Return the precision for a name on a device; `None` to compute and reduce in the dtype of the parameters.
 
-    With bfloat16, parameters and optimizer state keep their dtype, and gradients are reduced in float32.
+    With bfloat16, parameters and optimizer state keep their dtype, and gradients are reduced in float32. An unknown
+    name raises `UserError`.
     """
+    check_choice("precision", name, PrecisionName)
     import torch  # noqa: PLC0415 - configurations need no torch
 
     if name == "parameters" or (name == "auto" and device.type == "cpu"):

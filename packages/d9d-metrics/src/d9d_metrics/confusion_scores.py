@@ -5,7 +5,7 @@ Legend: C classes (or labels).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Literal, TypeAlias, assert_never, final
 
 import torch
 from torch import Tensor
@@ -106,6 +106,8 @@ def _average(part_C: Tensor, whole_C: Tensor, counts: ConfusionCounts, average: 
             return _ratio((_ratio(part_C, whole_C) * counts.support).sum(), counts.support.sum())
         case None:
             return _ratio(part_C, whole_C)
+        case _:
+            assert_never(average)
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:

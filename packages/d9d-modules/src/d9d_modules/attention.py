@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
+from d9d_dist.errors import check_choice
 from d9d_modules.attention_backends.backend import AttentionBackend, AttentionOptions
 from d9d_modules.attention_backends.choice import AttentionBackendName, ChosenAttention, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents, check_mask
@@ -50,7 +51,7 @@ class GroupedQueryAttention(CachedAttention):
 
     Raises:
         UserError: If `num_kv_heads` does not divide `num_heads`, `head_dim` or `rotary_dim` is not valid for RoPE, or a
-            name in `backends` is unknown.
+            name in `backends` or the layout is unknown.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class GroupedQueryAttention(CachedAttention):
             )
         self.head_dim, self.rotary_dim = head_dim, head_dim if rotary_dim is None else rotary_dim
         check_rotary_sizes(head_dim, self.rotary_dim)
+        check_choice("rotary_layout", rotary_layout, RotaryLayout)
         self.rotary_layout: RotaryLayout = rotary_layout
         self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=qkv_bias, init_std=init_std)
         self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, init_std=init_std)

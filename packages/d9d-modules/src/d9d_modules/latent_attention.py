@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle
+from d9d_dist.errors import check_choice
 from d9d_modules.attention_backends.backend import AttentionBackend, AttentionOptions
 from d9d_modules.attention_backends.choice import AttentionBackendName, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents
@@ -45,7 +46,7 @@ class MultiHeadLatentAttention(CachedAttention):
         attention_function: See `GroupedQueryAttention`. Queries, keys and values are zero-padded to the head dim K.
 
     Raises:
-        UserError: If a name in `backends` is unknown.
+        UserError: If a name in `backends` or the layout is unknown.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class MultiHeadLatentAttention(CachedAttention):
     ) -> None:
         super().__init__()
         self.head_dim, self.rotary_dim, self.value_dim, self.kv_rank = head_dim, rotary_dim, value_dim, kv_rank
+        check_choice("rotary_layout", rotary_layout, RotaryLayout)
         self.rotary_layout: RotaryLayout = rotary_layout
         query_size = num_heads * (head_dim + rotary_dim)
         if q_rank is None:

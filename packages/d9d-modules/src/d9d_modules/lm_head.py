@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_dist.errors import UserError
+from d9d_dist.errors import UserError, check_choice
 from d9d_dist.token_ids import check_token_ids
 from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
 from d9d_modules._chunked_token_loss import chunked_token_loss, soft_cap
@@ -51,7 +51,7 @@ class LanguageModelHead(VocabularySplits):
 
     Raises:
         UserError: If `softcap` is not above 0, there is no split, a split has no tokens, its name is not a Python
-            identifier, or `bias` is set for several splits.
+            identifier, `bias` is set for several splits, or the backend is unknown.
     """
 
     weight: nn.Parameter
@@ -74,6 +74,7 @@ class LanguageModelHead(VocabularySplits):
         self.register_parameter("bias", nn.Parameter(torch.zeros(self.vocab_size)) if bias else None)
         if softcap is not None and softcap <= 0.0:
             raise UserError(f"softcap = {softcap}; expected a number above 0, or None for no soft-cap.")
+        check_choice("loss_backend", loss_backend, LossBackend)
         self.softcap = softcap
         self.token_loss: TokenLoss = token_loss
         self.loss_backend: LossBackend = loss_backend
@@ -185,6 +186,7 @@ def language_model_head(
             candidates, or `backend` does not support the call. On accelerators an out-of-range label raises an
             asynchronous device error instead.
     """
+    check_choice("backend", backend, LossBackend)
     weights_VD = [weight_VD] if isinstance(weight_VD, Tensor) else list(weight_VD)
     if labels is None:
         parts = [F.linear(hidden_BLD, weight) for weight in weights_VD]

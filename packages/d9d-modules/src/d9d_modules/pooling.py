@@ -3,12 +3,12 @@
 Shape legend: B batch, L length, D hidden size.
 """
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
-from d9d_dist.errors import UserError
+from d9d_dist.errors import UserError, check_choice
 
 Pooling: TypeAlias = Literal["last", "mean", "first"]
 """Hidden state of the last token, mean over all tokens, or hidden state of the first token (`[CLS]` in encoders)."""
@@ -27,7 +27,8 @@ def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling)
         mask_BL = torch.ones(hidden_BLD.shape[:2], dtype=torch.bool, device=hidden_BLD.device)
     check_mask(mask_BL, hidden_BLD)
     is_token_BL = mask_BL.bool()
-    if not hidden_BLD.shape[1] and pooling in get_args(Pooling):
+    check_choice("pooling", pooling, Pooling)
+    if not hidden_BLD.shape[1]:
         return hidden_BLD.sum(dim=1)
     match pooling:
         case "mean":
@@ -37,7 +38,7 @@ def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling)
         case "first":
             return _token_at(hidden_BLD, is_token_BL.byte().argmax(dim=1), is_token_BL)
         case _:
-            raise UserError(f"pooling = {pooling!r}; expected one of {', '.join(get_args(Pooling))}.")
+            assert_never(pooling)
 
 
 def masked_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from d9d_dist.errors import UserError
+from d9d_dist.errors import UserError, check_choice
 from d9d_modules.rope_scaling import RotaryScaling, plain_frequencies
 
 RotaryLayout: TypeAlias = Literal["half", "interleaved"]
@@ -78,6 +78,7 @@ def apply_rotary(x_BLHK: Tensor, tables: RotaryTables, *, layout: RotaryLayout =
     The tables have at most `K / 2` pairs; features beyond the first 2 R are unchanged. The arithmetic uses the wider
     dtype of `x_BLHK` and the tables; the result has the dtype of `x_BLHK`.
     """
+    check_choice("layout", layout, RotaryLayout)
     cos, sin = tables.cos.unsqueeze(-2), tables.sin.unsqueeze(-2)
     rotary_dim = 2 * cos.shape[-1]
     x, kept = (x_BLHK, None) if rotary_dim == x_BLHK.shape[-1] else x_BLHK.tensor_split([rotary_dim], dim=-1)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from d9d_dist import ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
+from d9d_dist.errors import check_choice
 from d9d_modules.kernel_choice import has_kernel
 from d9d_modules.linear import Linear
 
@@ -69,6 +70,7 @@ class GeGLU(GatedBlock):
         bias: bool = False,
         init_std: float = 0.02,
     ) -> None:
+        check_choice("approximate", approximate, GeluForm)
         super().__init__(hidden_size, intermediate_size, bias=bias, init_std=init_std)
         self.approximate: GeluForm = approximate
 

@@ -10,7 +10,7 @@ Shape legend: N rows, sorted by group; G groups; I input features; O output feat
 import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias, cast, final, get_args
+from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from d9d_dist import WeightGradHandle, defer_weight_grad
-from d9d_dist.errors import UserError
+from d9d_dist.errors import UserError, check_choice
 from d9d_moe.autocast import autocast_inputs
 
 GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
@@ -98,9 +98,7 @@ def choose_grouped_matmul(x_NI: Tensor) -> GroupedMatmulBackend:
     """
     named = os.environ.get(GROUPED_MATMUL_VARIABLE, "")
     if named:
-        if named not in get_args(GroupedMatmulBackend):
-            expected = ", ".join(get_args(GroupedMatmulBackend))
-            raise UserError(f"{GROUPED_MATMUL_VARIABLE} = {named!r}; expected one of {expected}.")
+        check_choice(GROUPED_MATMUL_VARIABLE, named, GroupedMatmulBackend)
         return cast(GroupedMatmulBackend, named)
     # On meta only shapes are needed, and before torch 2.15 the meta function of grouped_mm took only bfloat16.
     is_supported = not x_NI.is_meta and x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -108,8 +106,7 @@ def choose_grouped_matmul(x_NI: Tensor) -> GroupedMatmulBackend:
 
 
 def _check_backend(backend: str, x_NI: Tensor) -> None:
-    if backend not in get_args(GroupedMatmulBackend):
-        raise UserError(f"backend = {backend!r}; expected one of {', '.join(get_args(GroupedMatmulBackend))}.")
+    check_choice("backend", backend, GroupedMatmulBackend)
     if backend != "grouped_gemm":
         return
     if find_spec("grouped_gemm") is None:

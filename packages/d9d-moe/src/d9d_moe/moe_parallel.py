@@ -103,9 +103,11 @@ def _build_dispatcher(
     """
     if not blocks:
         return None
-    if not isinstance(dispatch, str):
-        return dispatch(group)
-    if dispatch == "all_to_all":
-        return AllToAllDispatcher(group)
-    hidden_size = max(block.experts.down_proj.weight.shape[1] for block in blocks)
-    return DeepEpDispatcher(deep_ep_buffer(group, hidden_size=hidden_size, device=ctx.device))
+    match dispatch:
+        case "all_to_all":
+            return AllToAllDispatcher(group)
+        case "deep_ep":
+            hidden_size = max(block.experts.down_proj.weight.shape[1] for block in blocks)
+            return DeepEpDispatcher(deep_ep_buffer(group, hidden_size=hidden_size, device=ctx.device))
+        case _:
+            return dispatch(group)

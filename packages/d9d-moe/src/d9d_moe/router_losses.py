@@ -14,13 +14,13 @@ record entries per token.
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from d9d_dist.errors import UserError
+from d9d_dist.errors import UserError, check_choice
 from d9d_moe.router import Routing
 
 BalanceScope: TypeAlias = Literal["sequence", "batch", "global_batch"]
@@ -60,12 +60,8 @@ class RouterLosses:
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.scope not in get_args(BalanceScope):
-            expected = ", ".join(get_args(BalanceScope))
-            raise UserError(f"router_losses.scope = {self.scope!r}; expected one of {expected}.")
-        if self.definition not in get_args(BalanceDefinition):
-            expected = ", ".join(get_args(BalanceDefinition))
-            raise UserError(f"router_losses.definition = {self.definition!r}; expected one of {expected}.")
+        check_choice("router_losses.scope", self.scope, BalanceScope)
+        check_choice("router_losses.definition", self.definition, BalanceDefinition)
         if self.definition == "transformers" and self.scope == "global_batch":
             raise UserError(
                 'router_losses.definition = "transformers" with scope = "global_batch": no pipeline stage has the load '

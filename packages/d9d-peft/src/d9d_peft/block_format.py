@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist import Region
+from d9d_dist.errors import check_choice
 from d9d_state import StateMapper, TensorInfo, infer_on_meta, leaf
 
 BlockFormat: TypeAlias = Literal["nf4", "int8"]
@@ -53,6 +54,7 @@ def quantize_blocks(weight_OI: Tensor, block_format: BlockFormat, block_size: in
     bits, and [..., O, I] for int8. Scales are the bytes of float32 numbers, [..., O, 4 N]. No collectives. Rows are
     quantized in chunks to bound temporary memory.
     """
+    check_choice("block_format", block_format, BlockFormat)
     rows = max(1, _MOST_ELEMENTS * weight_OI.shape[-2] // max(weight_OI.numel(), 1))
     codes, scales = zip(
         *(_quantize_rows(part, block_format, block_size) for part in weight_OI.split(rows, -2)), strict=True

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from d9d_dist import DistributedContext, UserError
 from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import exchange_parts, plan_files
 from d9d_state._ranks import failing_together, is_main, num_ranks, rank_of
 from d9d_state.json_value import JsonValue
+from d9d_state.mapper._check import Unused
 from d9d_state.mapper.names import identity
 from d9d_state.mapper.state_mapper import StateMapper
 from d9d_state.model_folder import ModelFolder
@@ -21,7 +21,7 @@ def convert_model_state(
     mapper: StateMapper | None = None,
     ctx: DistributedContext | None = None,
     *,
-    unused: Literal["error", "ignore"] = "error",
+    unused: Unused = "error",
     max_shard_bytes: int = 5_000_000_000,
     extra_files: Mapping[str, JsonValue] | None = None,
     num_readers: int = 4,

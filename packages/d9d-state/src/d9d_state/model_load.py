@@ -2,14 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
-from typing import Literal
 
 from torch import Tensor, nn
 
 from d9d_dist import local_region, local_tensor
 from d9d_state._member import AnyPath
 from d9d_state._progress import byte_bar
-from d9d_state.mapper._check import refuse_mismatches, skipped_groups
+from d9d_state.mapper._check import Unused, refuse_mismatches, skipped_groups
 from d9d_state.mapper.fill import Destination
 from d9d_state.mapper.names import identity, identity_of
 from d9d_state.mapper.state_mapper import StateMapper
@@ -24,7 +23,7 @@ def load_model_state(
     folder: str | AnyPath,
     mapper: StateMapper | None = None,
     *,
-    unused: Literal["error", "ignore"] = "error",
+    unused: Unused = "error",
     num_readers: int = 4,
     progress: bool = True,
 ) -> None:
@@ -73,7 +72,7 @@ def check_model_state(
     folder: str | AnyPath,
     mapper: StateMapper | None = None,
     *,
-    unused: Literal["error", "ignore"] = "error",
+    unused: Unused = "error",
 ) -> None:
     """Run the checks of `load_model_state` without loading; the model may be on `meta`.
 
@@ -92,7 +91,7 @@ def _destination(name: str, tensor: Tensor) -> Destination:
 
 
 def _checked(
-    model: nn.Module, folder: str | AnyPath, mapper: StateMapper | None, *, unused: Literal["error", "ignore"]
+    model: nn.Module, folder: str | AnyPath, mapper: StateMapper | None, *, unused: Unused
 ) -> tuple[ModelFolder, StateMapper, list[list[str]]]:
     """Check files, mapper and model; return the files, the mapper restricted to the model, and outputs per group."""
     source = ModelFolder.open(folder)
@@ -107,7 +106,8 @@ def _checked(
         held=source.tensors,
         wanted={name: TensorInfo.of(tensor) for name, tensor in tensors.items()},
         first_names=first_names,
-        consumed=consumed if unused == "error" else source.tensors.keys(),
+        consumed=consumed,
+        unused=unused,
     )
     skipped = skipped_groups(part, held=source.tensors, first_names=first_names)
     outputs: list[list[str]] = []

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from d9d_dist import Region
 from d9d_state._member import AnyPath
 from d9d_state._progress import byte_bar
-from d9d_state.mapper._check import refuse_mismatches
+from d9d_state.mapper._check import Unused, refuse_mismatches
 from d9d_state.mapper.fill import Destination
 from d9d_state.mapper.names import identity
 from d9d_state.mapper.state_mapper import StateMapper
@@ -27,7 +26,7 @@ def read_model_state(
     mapper: StateMapper | None = None,
     *,
     device: torch.device | str = "cpu",
-    unused: Literal["error", "ignore"] = "error",
+    unused: Unused = "error",
     num_readers: int = 4,
     progress: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -57,9 +56,7 @@ def read_model_state(
     return _read(source, mapper, infos, device=device, num_readers=num_readers, progress=progress)
 
 
-def produced_tensors(
-    mapper: StateMapper, source: ModelFolder, *, unused: Literal["error", "ignore"]
-) -> dict[str, TensorInfo]:
+def produced_tensors(mapper: StateMapper, source: ModelFolder, *, unused: Unused) -> dict[str, TensorInfo]:
     """Infer shape and dtype of a mapper's outputs for a folder; raise `UserError` that lists every mismatch."""
     infos: dict[str, TensorInfo] = {}
     for group in mapper.groups:
@@ -72,7 +69,8 @@ def produced_tensors(
         held=source.tensors,
         wanted={name: infos.get(name, _UNKNOWN) for name in mapper.outputs},
         first_names={name: name for name in mapper.outputs},
-        consumed=mapper.inputs if unused == "error" else source.tensors.keys(),
+        consumed=mapper.inputs,
+        unused=unused,
     )
     return infos
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, TypeAlias, final
 
+from d9d_dist.errors import check_choice
 from d9d_loop.data.chat_stream import ChatStream, PairStream
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
 from d9d_loop.data.conversation import TooLong
@@ -16,6 +17,10 @@ from d9d_loop.data.samples import Samples
 
 Files = Path | str | Sequence[Path | str]
 """One or several paths."""
+
+
+ChatKind: TypeAlias = Literal["chats", "pairs", "scored_pairs"]
+"""Kind of the samples."""
 
 
 @final
@@ -37,7 +42,8 @@ class ChatData(DataProvider):
         epochs: Number of epochs; `None` repeats them without end.
 
     Raises:
-        UserError: If a file is missing, the folder has no chat template, or the row length is too small.
+        UserError: If a file is missing, the folder has no chat template, the row length is too small, or an option is
+            unknown.
     """
 
     draws = False  # only the order is random
@@ -49,12 +55,13 @@ class ChatData(DataProvider):
         tokenizer: str | Path | ChatTokenizer,
         row_length: int,
         held_out: Files | Samples | None = None,
-        kind: Literal["chats", "pairs", "scored_pairs"] = "chats",
+        kind: ChatKind = "chats",
         too_long: TooLong = "refuse",
         window: int = 1024,
         shuffle: bool = True,
         epochs: int | None = None,
     ) -> None:
+        check_choice("kind", kind, ChatKind)
         self._train = _samples(train, "train")
         self._held_out = None if held_out is None else _samples(held_out, "held_out")
         self._tokenizer = tokenizer if isinstance(tokenizer, ChatTokenizer) else read_chat_tokenizer(tokenizer)

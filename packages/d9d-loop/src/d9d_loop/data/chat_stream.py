@@ -13,6 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_dist.errors import check_choice
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, ChatTokens
 from d9d_loop.data.conversation import TooLong, read_conversation, read_pair
 from d9d_loop.data.document import Document, Pair
@@ -44,6 +45,7 @@ class _ConversationStream(WindowedStream):
         for name, value in (("max_length", max_length // num_each), ("window", window)):
             if value < 1:
                 raise UserError(f"{name} = {value}; expected at least 1.")
+        check_choice("too_long", too_long, TooLong)
         super().__init__(stream, size=window)
         self._tokenizer, self._max_length = tokenizer, max_length
         self._too_long: TooLong = too_long
@@ -180,6 +182,7 @@ def tokenize_chats(
         UserError: If a conversation is invalid or too long; the message has its index. Also if the folder exists,
             or no conversation is left.
     """
+    check_choice("too_long", too_long, TooLong)
     about: dict[str, JsonValue] = {"chat_identity": tokenizer.identity(), "max_length": max_length}
     about["tokenizer_identity"] = tokenizer.text_tokenizer.identity()
     counts = dict.fromkeys(("read", "dropped", "cut"), 0)

@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError, stream_key
+from d9d_dist.errors import check_choice
 from d9d_loop.data.json_lines import JsonObject
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 
@@ -58,7 +59,7 @@ class MixtureStream(SampleStream):
         unit: Unit of shares and of the positions of phases: `samples`, or `tokens` as measured by `length`.
 
     Raises:
-        UserError: If the weights, phases or temperature are invalid, or a source is finite.
+        UserError: If the weights, phases, temperature or unit are invalid, or a source is finite.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class MixtureStream(SampleStream):
         unit: Unit = "samples",
         seed: int,
     ) -> None:
+        check_choice("unit", unit, Unit)
         phases = [Phase(weights)] if isinstance(weights, Mapping) else list(weights)
         _check_phases(phases, sources)
         if not 0 < temperature < inf:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
+from d9d_dist.errors import check_choice
 
 Side = Literal["left", "right"]
 """Side of a sequence on which it is padded."""
@@ -36,8 +37,9 @@ def pad_sequences(
         side: Side to pad on.
 
     Raises:
-        UserError: If a sequence is longer than `length`.
+        UserError: If a sequence is longer than `length`, or the side is unknown.
     """
+    check_choice("side", side, Side)
     longest = max(map(len, sequences))
     if length is not None and longest > length:
         raise UserError(f"a sequence of length {longest} is longer than {length}; truncate it, or increase length.")

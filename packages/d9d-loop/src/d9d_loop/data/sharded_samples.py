@@ -3,6 +3,7 @@
 from typing import Any, Literal, final
 
 from d9d_dist import UserError
+from d9d_dist.errors import check_choice
 from d9d_loop.data.samples import Samples
 
 Layout = Literal["round_robin", "chunked"]
@@ -24,12 +25,13 @@ class ShardedSamples:
             equally many collectives; `num_real` excludes the repeats. If False, lengths differ by at most one.
 
     Raises:
-        UserError: If `shard` is not below `num_shards`, or the dataset is empty.
+        UserError: If `shard` is not below `num_shards`, the layout is unknown, or the dataset is empty.
     """
 
     def __init__(
         self, samples: Samples, *, shard: int, num_shards: int, layout: Layout = "round_robin", padded: bool = False
     ) -> None:
+        check_choice("layout", layout, Layout)
         if not 0 <= shard < num_shards:
             raise UserError(f"shard = {shard}, num_shards = {num_shards}; expected shard from 0 to num_shards - 1.")
         total = len(samples)

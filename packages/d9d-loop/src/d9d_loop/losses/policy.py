@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import UserError
+from d9d_dist.errors import check_choice
 from d9d_loop.losses.document_sums import check_shapes, num_replicas, sum_per_document
 from d9d_loop.task import Loss
 
@@ -73,8 +74,9 @@ def truncated_importance(
         cp: See `sum_per_document`.
 
     Raises:
-        UserError: If `maximum` is below 1.
+        UserError: If `maximum` is below 1, or the level is unknown.
     """
+    check_choice("level", level, ImportanceLevel)
     if maximum < 1.0:
         raise UserError(f"maximum = {maximum}; expected 1 or more: below 1, on-policy tokens would be scaled down.")
     with torch.no_grad():
@@ -141,6 +143,10 @@ class PolicyLoss:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
+        check_choice("ratio_level", self.ratio_level, ImportanceLevel)
+        check_choice("clipping", self.clipping, Clipping)
+        check_choice("kl_form", self.kl_form, KlForm)
+        check_choice("average", self.average, Average)
         if not 0.0 < self.clip_low <= 1.0 or self._high <= 0.0:
             raise UserError(
                 f"clip_low = {self.clip_low} and clip_high = {self.clip_high}; expected both above 0, and clip_low at "

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from d9d_dist import UserError
+from d9d_dist.errors import check_choice
 from d9d_loop.losses.document_sums import check_ids, check_shapes, num_replicas, sum_per_document, take_pairs
 from d9d_loop.task import Loss
 
@@ -56,6 +57,7 @@ class PreferenceLoss:
     answer_weight: float = 0.0
 
     def __post_init__(self) -> None:
+        check_choice("kind", self.kind, PreferenceKind)
         if self.beta <= 0.0:
             raise UserError(f"beta = {self.beta}; expected a number above 0, such as 0.1.")
         if not 0.0 <= self.label_smoothing < 0.5:

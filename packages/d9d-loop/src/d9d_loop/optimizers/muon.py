@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from d9d_dist import UserError, local_tensor
+from d9d_dist.errors import check_choice
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, replace_
 from d9d_loop.optimizers.matrix_owners import map_matrices
 
@@ -50,7 +51,7 @@ class Muon(GroupwiseOptimizer):
             `original`: sqrt(max(1, rows / columns)).
 
     Raises:
-        UserError: If a parameter has fewer than two dims.
+        UserError: If a parameter has fewer than two dims, or the scaling is unknown.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Muon(GroupwiseOptimizer):
         num_iterations: int = 5,
         scale: Scale = "match_rms_adamw",
     ) -> None:
+        check_choice("scale", scale, Scale)
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "num_iterations": num_iterations, "scale": scale})
         for group in self.param_groups:

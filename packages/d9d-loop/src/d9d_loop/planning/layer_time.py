@@ -14,6 +14,7 @@ kernels are counted below, per kernel, in elements of 2 bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import assert_never
 
 from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
@@ -243,16 +244,20 @@ def _recomputation(
     layout: PlanLayout, hardware: Hardware, forward: PassTime, core_bytes: float, activation: float
 ) -> PassTime:
     """Return the time of recomputation: the whole forward; or attention, the activation function and some products."""
-    if layout.recompute == "full":
-        return forward
-    if layout.recompute == "none":
-        return PassTime()
-    return PassTime(
-        matmul=(1 - layout.saved_products) * forward.matmul,
-        attention=0.0 if layout.flash else forward.attention,
-        pointwise=pointwise_seconds(hardware, core_bytes + (activation if layout.flash else 0)),
-        operators=6,
-    )
+    match layout.recompute:
+        case "full":
+            return forward
+        case "none":
+            return PassTime()
+        case "selective":
+            return PassTime(
+                matmul=(1 - layout.saved_products) * forward.matmul,
+                attention=0.0 if layout.flash else forward.attention,
+                pointwise=pointwise_seconds(hardware, core_bytes + (activation if layout.flash else 0)),
+                operators=6,
+            )
+        case _:
+            assert_never(layout.recompute)
 
 
 def embedding_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> PassTime:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, final
+from typing import Any, Literal, assert_never, final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.optimizers.gate import counts_steps, gated, takes_gate, uncount_step
 from d9d_loop.resilience.loss_window import LossWindow
-from d9d_loop.resilience.resilience_config import BadStepConfig
+from d9d_loop.resilience.resilience_config import BadStepAction, BadStepConfig
 from d9d_loop.resilience.same_values import NOTHING, Same, describe_difference
 
 Decision = Literal["report", "skip", "roll_back", "stop"]
@@ -234,18 +234,27 @@ class StepGuard:
 
     def _decide(self, step: int, kind: Kind) -> tuple[Decision, str]:
         config = self._config
-        wish = {"non-finite": config.non_finite, "no weight": "skip", "spike": config.spike}[kind]
-        if wish == "stop":
-            return "stop", "the policy is stop."
-        if wish == "roll_back":
-            return self._roll_back(step, kind)
-        if wish in {"report", "ignore"}:
-            self.has_applied = True
-            return "report", "its update was applied."
-        self._in_a_row += 1
-        if self._in_a_row >= config.max_in_a_row:
-            return "stop", f"it is bad step {self._in_a_row} in a row, so the job stops."
-        return "skip", "its update was skipped."
+        actions: dict[Kind, BadStepAction | Literal["report", "ignore"]] = {
+            "non-finite": config.non_finite,
+            "no weight": "skip",
+            "spike": config.spike,
+        }
+        action = actions[kind]
+        match action:
+            case "stop":
+                return "stop", "the policy is stop."
+            case "roll_back":
+                return self._roll_back(step, kind)
+            case "report" | "ignore":
+                self.has_applied = True
+                return "report", "its update was applied."
+            case "skip":
+                self._in_a_row += 1
+                if self._in_a_row >= config.max_in_a_row:
+                    return "stop", f"it is bad step {self._in_a_row} in a row, so the job stops."
+                return "skip", "its update was skipped."
+            case _:
+                assert_never(action)
 
     def _roll_back(self, step: int, kind: Kind) -> tuple[Decision, str]:
         if step in self._rolled_back_from:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Generic, Literal, final
+from typing import Any, Generic, Literal, assert_never, final
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
@@ -179,18 +179,21 @@ class HuggingFaceFamily(Generic[P]):
     mapper: Callable[[P], StateMapper] = decoder_from_hugging_face
     other_mappers: tuple[Callable[[P], StateMapper], ...] = ()
     classifier: Callable[[P], Mapping[str, str]] = lambda params: {"score.weight": "head.score.weight"}
-
     has_classifier: bool = True
 
     def architectures(self, head: Literal["language_model", "classification", "embedding"]) -> list[JsonValue]:
         """Return the names of the classes of `transformers` for a model with this head; the list may be empty."""
-        if head == "language_model":
-            return [self.architecture]
         # Multimodal models have the shorter name, except for language models.
         name = self.architecture.rpartition("For")[0] + ("" if self.nested_type is None else "Text")
-        if head == "embedding":
-            return [f"{name}Model"]
-        return [f"{name}ForSequenceClassification"] if self.has_classifier else []
+        match head:
+            case "language_model":
+                return [self.architecture]
+            case "embedding":
+                return [f"{name}Model"]
+            case "classification":
+                return [f"{name}ForSequenceClassification"] if self.has_classifier else []
+            case _:
+                assert_never(head)
 
     @property
     def used(self) -> tuple[str, ...]:

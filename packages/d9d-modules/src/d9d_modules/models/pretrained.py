@@ -12,11 +12,12 @@ from functools import cached_property
 from importlib.metadata import entry_points
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, Literal, TypeAlias, final
 
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_dist.errors import check_choice
 from d9d_modules.models.decoder_heads import DecoderForCausalLM, DecoderForClassification, DecoderForEmbedding
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.models.gemma3 import GEMMA3
@@ -102,8 +103,7 @@ def from_pretrained_config(
     family = known.get(str(config.get("model_type")))
     if family is None:
         raise UserError(_unknown(config, known))
-    if head not in get_args(PretrainedHead):
-        raise UserError(f"head = {head!r}; expected one of {', '.join(get_args(PretrainedHead))}.")
+    check_choice("head", head, PretrainedHead)
     if (num_classes is None) is (head == "classification"):
         raise UserError(
             f"head = {head!r}, num_classes = {num_classes}; expected num_classes for a classification head, and None "

@@ -1,10 +1,14 @@
 """Check of a mapper against a checkpoint and a model, by shapes and dtypes only, with all mismatches in one error."""
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Literal, TypeAlias
 
-from d9d_dist.errors import refuse_listed
+from d9d_dist.errors import check_choice, refuse_listed
 from d9d_state.mapper.graph import Component, Graph, StateGroup
 from d9d_state.tensor_info import TensorInfo
+
+Unused: TypeAlias = Literal["error", "ignore"]
+"""Treatment of tensors in a source that a mapper does not consume."""
 
 
 def refuse_mismatches(
@@ -14,12 +18,14 @@ def refuse_mismatches(
     wanted: Mapping[str, TensorInfo],
     first_names: Mapping[str, str],
     consumed: Collection[str],
+    unused: Unused,
 ) -> None:
     """Raise `UserError` if a mapper, a source's tensors and a model's tensors do not match; list every mismatch.
 
     `wanted` has the model's tensors, tied tensors under each name; `first_names` maps each name to the tensor's first
-    name. Tensors in the source that are not in `consumed` are reported as unused.
+    name. Tensors in the source that are not in `consumed` are reported, if `unused` is an error.
     """
+    check_choice("unused", unused, Unused)
     skipped = skipped_groups(graph, held=held.keys(), first_names=first_names)
     parts = [part for part in graph.components if not skipped or part.group not in skipped]
     produced = [name for part in parts for name in part.group.outputs]
@@ -27,7 +33,7 @@ def refuse_mismatches(
     sections = {
         "missing in the file": [name for part in parts for name in part.group.inputs if name not in held],
         'in the file, but unused; drop() them, or pass unused="ignore"': [
-            name for name in held if name not in consumed
+            name for name in held if unused == "error" and name not in consumed
         ],
         "produced, but not in the model": [name for name in produced if name not in wanted],
         "in the model, but not produced; keep() them if this is intended": [

@@ -9,7 +9,7 @@ from typing import Literal, Self, final
 from torch import Tensor, nn
 
 from d9d_dist import Region
-from d9d_state.mapper._check import refuse_mismatches
+from d9d_state.mapper._check import Unused, refuse_mismatches
 from d9d_state.mapper._explain import explain
 from d9d_state.mapper.fill import Destination, TensorSource, fill_component, planned_reads
 from d9d_state.mapper.graph import Component, Graph, Node
@@ -151,7 +151,7 @@ class StateMapper(Graph):
         *,
         source: str | Path | Mapping[str, TensorInfo],
         target: nn.Module | Mapping[str, TensorInfo],
-        unused: Literal["error", "ignore"] = "error",
+        unused: Unused = "error",
     ) -> Self:
         """Compare the mapper with a checkpoint and a model, reading headers only; return the mapper.
 
@@ -176,7 +176,8 @@ class StateMapper(Graph):
             held=held,
             wanted=wanted,
             first_names=first_names,
-            consumed=self.inputs if unused == "error" else held.keys(),
+            consumed=self.inputs,
+            unused=unused,
         )
         return self
 
