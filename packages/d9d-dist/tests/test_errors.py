@@ -1,9 +1,10 @@
 import errno
+from typing import Literal
 
 import pytest
 
 from d9d_dist import UserError
-from d9d_dist.errors import may_pass, refuse_listed
+from d9d_dist.errors import check_choice, may_pass, refuse_listed
 
 
 def test_sections_with_entries_are_listed() -> None:
@@ -15,3 +16,9 @@ def test_sections_with_entries_are_listed() -> None:
 @pytest.mark.parametrize(("number", "expected"), [(errno.ESTALE, True), (errno.EROFS, True), (errno.ENOENT, False)])
 def test_errors_of_mounts_may_pass(number: int, *, expected: bool) -> None:
     assert may_pass(OSError(number, "text")) == expected
+
+
+def test_a_value_outside_of_a_literal_type_is_an_error() -> None:
+    check_choice("side", "left", Literal["left", "right"])
+    with pytest.raises(UserError, match=r"^side = 'Left'; expected one of left, right\.$"):
+        check_choice("side", "Left", Literal["left", "right"])

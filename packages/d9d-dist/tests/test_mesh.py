@@ -1,5 +1,6 @@
 import re
 from math import prod
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -122,3 +123,8 @@ def test_refuses_an_invalid_degree(degree: int) -> None:
 def test_refuses_an_unknown_degree() -> None:
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         MeshConfig.model_validate({"tensor_paralel": 2})
+
+
+def test_an_unknown_precision_is_an_error() -> None:
+    with pytest.raises(UserError, match="precision = 'float32'; expected one of auto, parameters, bfloat16"):
+        MeshConfig().build(precision=cast(Any, "float32"))

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -206,3 +206,8 @@ def test_labels_of_another_shape_raise() -> None:
     head = LanguageModelHead(4, 5)
     with pytest.raises(UserError, match=r"labels have shape \(2, 2\); expected \(2, 3\), one label for each position"):
         head(torch.randn(2, 3, 4), labels=torch.zeros(2, 2, dtype=torch.int64))
+
+
+def test_an_unknown_backend_raises() -> None:
+    with pytest.raises(UserError, match="loss_backend = 'cce'; expected one of chunked, cut_cross_entropy"):
+        LanguageModelHead(4, 8, loss_backend=cast(Any, "cce"))

@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -139,3 +141,9 @@ def test_positions_out_of_range_raise() -> None:
     with pytest.raises(UserError, match=r"position_ids range from 3 to 8; expected from 0 to 7\."):
         rotary_tables(torch.tensor([[3, 8]]), head_dim=8, theta=100.0, max_positions=8)
     rotary_tables(torch.tensor([[0, 7]]), head_dim=8, theta=100.0, max_positions=8)
+
+
+def test_an_unknown_layout_raises() -> None:
+    tables = rotary_tables(torch.zeros(1, 1, dtype=torch.int64), head_dim=8, theta=100.0)
+    with pytest.raises(UserError, match="layout = 'pairs'; expected one of half, interleaved"):
+        apply_rotary(torch.zeros(1, 1, 1, 8), tables, layout=cast(Any, "pairs"))

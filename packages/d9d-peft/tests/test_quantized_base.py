@@ -343,3 +343,8 @@ def test_a_copy_of_a_quantized_model_has_its_own_weights() -> None:
     with torch.no_grad():
         model.get_parameter("0.weight").zero_()
     torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
+
+
+def test_an_unknown_format_is_an_error() -> None:
+    with pytest.raises(UserError, match="block_format = 'int4'; expected one of nf4, int8"):
+        fake_quantize(torch.ones(2, 64), block_format=cast(Any, "int4"), block_size=64)

@@ -3,7 +3,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -292,3 +292,10 @@ def test_a_model_on_meta_can_be_checked(tmp_path: Path) -> None:
         check_model_state(nn.Linear(4, 3, device="meta"), tmp_path)
     _save(tmp_path, _values(_Model()))
     check_model_state(_Model(tied=True), tmp_path)
+
+
+def test_an_unknown_treatment_of_unused_tensors_is_an_error(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="unused = 'skip'; expected one of error, ignore"):
+        load_model_state(model, tmp_path, unused=cast(Any, "skip"))

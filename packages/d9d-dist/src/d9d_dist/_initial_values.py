@@ -31,9 +31,7 @@ def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[
         return
     valued = {name: each for name, each in tensors.items() if not (each.is_meta or nn.parameter.is_lazy(each))}
     totals = torch.stack([checksum(each) for each in valued.values()]).tolist() if valued else []
-    found = {
-        name: f"{tuple(each.shape)} {total}" for (name, each), total in zip(valued.items(), totals, strict=True)
-    }
+    found = {name: f"{tuple(each.shape)} {total}" for (name, each), total in zip(valued.items(), totals, strict=True)}
     names: list[str] = []
     for axis in range(mesh.ndim):  # a later axis passes on what an earlier one has found, so that all ranks raise
         received = gather_json([names, found], mesh.get_group(axis))

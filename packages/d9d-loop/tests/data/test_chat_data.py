@@ -72,3 +72,10 @@ def test_the_command_writes_and_shows_masks(tmp_path: Path, capsys: pytest.Captu
 def test_the_command_needs_an_output_or_something_to_show(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--chat", "--tokenizer", str(tmp_path)])
+
+
+@pytest.mark.parametrize("options", [{"kind": "pair"}, {"too_long": "Truncate"}])
+def test_unknown_options_are_errors(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(UserError, match=f"{name} = '{value}'; expected one of "):
+        ChatData(chats(2), tokenizer=chat_tokenizer(), row_length=300, **options).training(seed=0)

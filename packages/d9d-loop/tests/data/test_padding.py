@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,3 +52,8 @@ def test_the_collate_function_pads_the_values_of_dictionaries() -> None:
 def test_a_sample_without_a_key_is_refused() -> None:
     with pytest.raises(UserError, match="a sample lacks the keys labels; it has input_ids"):
         PaddingCollate({"input_ids": 0, "labels": -100})([{"input_ids": [1]}])
+
+
+def test_an_unknown_side_is_an_error() -> None:
+    with pytest.raises(UserError, match="side = 'Right'; expected one of left, right"):
+        PaddingCollate({"a": 0}, side=cast(Any, "Right"))([{"a": [1]}])

@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,5 +46,7 @@ def test_an_index_beyond_a_shard_is_refused() -> None:
 def test_shard_indices_out_of_range_and_empty_data_are_refused() -> None:
     with pytest.raises(UserError, match="shard = 2, num_shards = 2; expected shard from 0 to"):
         ShardedSamples("abc", shard=2, num_shards=2)
+    with pytest.raises(UserError, match="layout = 'blocks'; expected one of round_robin, chunked"):
+        ShardedSamples("abc", shard=0, num_shards=2, layout=cast(Any, "blocks"))
     with pytest.raises(UserError, match="the data are empty"):
         ShardedSamples("", shard=0, num_shards=2)

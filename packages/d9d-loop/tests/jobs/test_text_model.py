@@ -380,6 +380,9 @@ def test_other_classes_than_those_of_a_classifier_are_an_error_or_asked_for(tmp_
     assert _classifier(run / "export").config.id2label == {0: "a", 1: "b", 2: "c"}
     with pytest.raises(UserError, match=r"model\.num_labels = 5, but dataset\.files has 3 labels: .*id2label"):
         text_trainer(job_config("classify", {"folder": model, "num_labels": 5}, file, tmp_path))
+    swapped = {"folder": model, "id2label": {"a": "0", "b": "1"}}
+    with pytest.raises(UserError, match=r"model\.id2label = .*; expected a table such as"):
+        text_trainer(job_config("classify", swapped, file, tmp_path))
     named = {"folder": model, "id2label": {"0": "b", "1": "a"}}
     file = labeled(tmp_path / "two.jsonl", ["a", "b"])
     run = train(job_config("classify", named, file, tmp_path / "two"))

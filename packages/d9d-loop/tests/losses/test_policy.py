@@ -1,5 +1,5 @@
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -151,6 +151,10 @@ def test_router_losses_are_averaged_like_token_losses(average: Average) -> None:
         ({"average": "constant"}, "max_length = None with average = 'constant'"),
         ({"max_length": 5}, "max_length = 5 with average = 'tokens'"),
         ({"kl_weight": -0.1}, "kl_weight = -0.1; expected 0 or more"),
+        ({"ratio_level": "answer"}, "ratio_level = 'answer'; expected one of token, sequence"),
+        ({"clipping": "ppo"}, "clipping = 'ppo'; expected one of clip, stop_gradient, none"),
+        ({"kl_form": "k4"}, "kl_form = 'k4'; expected one of k1, k2, k3"),
+        ({"average": "token"}, "average = 'token'; expected one of tokens, sequences, constant"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -235,3 +239,5 @@ def test_a_maximum_below_one_is_refused() -> None:
     one = torch.zeros(1, 1)
     with pytest.raises(UserError, match=r"maximum = 0.5; expected 1 or more"):
         truncated_importance(one, one, mask_BL=one.bool(), document_ids_BL=one.long(), maximum=0.5)
+    with pytest.raises(UserError, match="level = 'answer'; expected one of token, sequence"):
+        truncated_importance(one, one, mask_BL=one.bool(), document_ids_BL=one.long(), level=cast(Any, "answer"))

@@ -139,6 +139,7 @@ def test_a_pair_without_labels_is_not_counted() -> None:
         ({"kind": "squared", "label_smoothing": 0.1}, "label_smoothing is set, but the kind 'squared' does not use it"),
         ({"kind": "hinge", "target_margin": 0.1}, "target_margin is set, but the kind 'hinge' does not use it"),
         ({"answer_weight": -1.0}, "answer_weight = -1.0; expected 0 or more"),
+        ({"kind": "DPO"}, "kind = 'DPO'; expected one of sigmoid, squared, hinge"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,5 @@
 import re
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,3 +71,5 @@ def test_vectors_are_refused() -> None:
         Muon(nn.Linear(2, 3).named_parameters())
     with pytest.raises(UserError, match=r"got parameter 1 \[3\]"):
         Muon(nn.Linear(2, 3).parameters())
+    with pytest.raises(UserError, match="scale = 'adam'; expected one of match_rms_adamw, original"):
+        Muon(nn.Linear(2, 3, bias=False).parameters(), scale=cast(Any, "adam"))

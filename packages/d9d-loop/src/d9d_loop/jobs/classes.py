@@ -87,7 +87,7 @@ def _known_names(config: TextJobConfig) -> list[str] | None:
             return None  # the configuration asks for a new head
         _check_kind(found.problem_type, folder)
         given = found.id2label
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or not all(_INTEGER.fullmatch(str(number)) for number in given):
         raise UserError(f"model.id2label = {given!r:.60}; expected a table such as {{0 = 'no', 1 = 'yes'}}.")
     numbered = {int(number): str(name) for number, name in given.items()}
     if sorted(numbered) != list(range(len(numbered))):
