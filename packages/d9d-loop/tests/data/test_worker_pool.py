@@ -127,6 +127,14 @@ def test_a_worker_that_is_killed_while_it_waits_is_found() -> None:
     pool.close()
 
 
+def test_workers_end_by_themselves_when_the_pool_is_closed() -> None:
+    # A killed worker may leave its last tensor in shared memory, and leaves its temporary folder.
+    pool = WorkerPool(_reader(), num_workers=2, seed=0)
+    next(pool.batches(_jobs(5)))
+    pool.close()
+    assert [worker.process.exitcode for worker in pool._workers] == [0, 0]
+
+
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 

@@ -1,5 +1,8 @@
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from stopping_loops import trains_until_the_launcher_is_gone
@@ -49,3 +52,29 @@ def test_the_steps_end_after_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv(LAUNCHER, str(_gone()))
     assert trains_until_the_launcher_is_gone() == (ExitCode.PEER_LOST, "stopped because the launcher is gone")
+
+
+_ORPHAN = """
+import os
+os.environ["TORCHELASTIC_RUN_ID"] = "1"
+while os.getppid() == int(os.environ["PARENT"]):
+    os.sched_yield()
+from d9d_loop.resilience.launcher_watch import LauncherWatch
+with LauncherWatch():
+    import threading
+    threading.Event().wait(30)
+"""
+_DIES = """
+import os, subprocess, sys
+command = [sys.executable, "-c", sys.argv[1]]
+subprocess.Popen(command, env={**os.environ, "PARENT": str(os.getpid())}, start_new_session=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/1/exe").is_symlink(), reason="needs /proc")
+def test_a_rank_whose_torchrun_is_killed_during_its_imports_ends_at_once() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER}
+    command = [sys.executable, "-c", _DIES, _ORPHAN]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "d9d: this rank exits without saving: its launcher is gone.\n"

@@ -8,8 +8,10 @@ sample at which a worker died.
 import gc
 import pickle  # noqa: TID251 - its errors; a rank sends the reader to its own workers
 import signal
+import time
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -24,7 +26,10 @@ from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data_error import DataError
 
 _PATIENCE = 5.0
-"""Time limit for a worker process to exit, in seconds."""
+"""Time limit for a killed worker process to exit, in seconds."""
+
+_LEAVE_SECONDS = 1.0
+"""Time for the workers to end by themselves: a killed worker may leave a tensor in shared memory."""
 
 
 @final
@@ -39,9 +44,12 @@ class WorkerPool:
         assert num_workers > 0
         self._timeout = timeout
         self._workers: list[_Worker] = []
+        # Nobody reads the message that ends the workers, so all of them see it. The end of this process's connection
+        # would not do: forked workers have copies of it.
+        self._stopped, self._stop = multiprocessing.get_context().Pipe(duplex=False)
         try:
             for number in range(num_workers):
-                self._workers.append(_Worker(number, reader, seed=seed))
+                self._workers.append(_Worker(number, reader, seed=seed, stopped=self._stopped))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise UserError(
@@ -65,25 +73,32 @@ class WorkerPool:
             yield batch
 
     def close(self) -> None:
-        """Kill the workers. May be called from any thread, and more than once."""
+        """End the workers, and kill those that still read a sample. May be called from any thread, and repeatedly."""
+        with suppress(OSError):  # closed before
+            self._stop.send_bytes(b"stop")
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
             worker.connection.close()
             worker.process.kill()
         for worker in self._workers:
             worker.process.join(_PATIENCE)
+        self._stop.close()
+        self._stopped.close()
 
 
 @final
 class _Worker:
     """Handle of a worker process, for its parent."""
 
-    def __init__(self, number: int, reader: SampleReader, *, seed: int) -> None:
+    def __init__(self, number: int, reader: SampleReader, *, seed: int, stopped: Connection) -> None:
         self._number = number
         context = multiprocessing.get_context()
         self.connection, theirs = context.Pipe()
         self._sample = context.RawValue("q", 0)  # index of the sample being read
         self.process: BaseProcess = context.Process(
-            target=_work, args=(theirs, self._sample, reader, seed), name=f"d9d-data-{number}", daemon=True
+            target=_work, args=(theirs, stopped, self._sample, reader, seed), name=f"d9d-data-{number}", daemon=True
         )
         self._job: ReadJob | None = None
         self.process.start()
@@ -132,8 +147,8 @@ class _Worker:
         return self._job.describe(min(self._sample.value, len(self._job.entries) - 1))
 
 
-def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) -> None:
-    """Read batches until the connection closes or the parent exits: the main function of a worker process."""
+def _work(connection: Connection, stopped: Connection, sample: Any, reader: SampleReader, seed: int) -> None:
+    """Read batches until the pool is closed or the parent exits: the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops the workers
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         # Schedulers send these signals to the whole OS process group, but the job needs data until it has saved.
@@ -145,7 +160,7 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
     torch.set_num_threads(1)
     parent = parent_process()
     assert parent is not None
-    while connection in wait([connection, parent.sentinel]):
+    while wait([connection, stopped, parent.sentinel]) == [connection]:
         try:
             job = connection.recv()
         except EOFError:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
@@ -18,8 +19,29 @@ LAUNCHER: Final = "D9D_LAUNCHER"
 """Environment variable with the process id of `d9d-torchrun`, which it sets for its ranks."""
 
 _SECONDS = 0.25  # interval between two looks at the launcher's process
+_GONE: Final = -1
+
+
+def _parent() -> int:
+    """Return the parent of this process, or `_GONE` if torchrun started this process and was killed since then.
+
+    torchrun runs in Python, as the user of its ranks, and starts each rank in a session of its own. The parent of an
+    orphan is init or a process of the system.
+    """
+    parent = os.getppid()
+    if os.getsid(0) != os.getpid():
+        return parent
+    try:
+        is_python = "python" in Path(f"/proc/{parent}/exe").readlink().name
+    except PermissionError:  # a process of another user
+        is_python = False
+    except OSError:  # a system without /proc
+        return parent
+    return parent if is_python else _GONE
+
+
 # Parent of this process. A later `getppid` would return another process if the launcher was killed meanwhile.
-_parents = [os.getppid()]
+_parents = [_parent()]
 os.register_at_fork(after_in_child=lambda: _parents.append(os.getppid()))
 
 
@@ -57,7 +79,7 @@ class LauncherWatch:
 
     def _watch(self) -> None:
         assert self._launcher is not None
-        while process_state(self._launcher) != "is gone":
+        while self._launcher != _GONE and process_state(self._launcher) != "is gone":
             if self._end.wait(_SECONDS):
                 return
         self._on_loss()
