@@ -37,7 +37,11 @@ from hypothesis import core, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-_LANES = {"integration_tests/test_oracle.py": "oracle", "integration_tests/test_mutants.py": "oracle"}
+_LANES = {
+    "integration_tests/test_oracle.py": "oracle",
+    "integration_tests/test_mutants.py": "oracle",
+    "integration_tests/test_job_ends.py": "ends",
+}
 _EXCLUDED = pytest.StashKey[Counter[str]]()
 """Number of cases by the lane of .ci/nightly that runs them, and of slow ones."""
 

@@ -1,295 +1,231 @@
-"""Ends of jobs under real launchers: exit code, what is saved, and what is left behind."""
+"""Ends of jobs under real launchers: kind of end x phase x launcher, with exit codes, saves and what is left behind.
+
+The table "Ends of a job" of docs/resilience.md states the same facts.
+"""
 
 import json
-import os
-import shlex
+import re
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from ended_jobs import D9D_TORCHRUN, PHASES, ROOT, TORCHRUN, Ended, run_until_end
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = """
-import os, time
-exec(open("quickstart.py").read().split("if __name__")[0])
-from d9d_dist import UserError
+from d9d_loop.resilience import ExitCode
 
-class Ends(Regression):
-    steps = 0
-
-    def loss(self, outputs, batch):
-        Ends.steps += 1
-        how, _, rank = os.environ["HOW"].partition(" on ")
-        if Ends.steps == 3 and os.environ.get("RANK", "0") == rank:
-            if how == "exit":
-                os._exit(3)
-            if how == "kill":
-                os.kill(os.getpid(), 9)
-            raise UserError("got x, expected y") if how == "user error" else KeyError("x")
-        time.sleep(0.02)
-        return super().loss(outputs, batch)
-
-with cli_main():
-    config = TrainerConfig.from_cli("quickstart.toml")
-    Trainer(config, model=lambda stage: Mlp(), data=make_dataset(), task=Ends()).train()
-"""
-LAUNCHERS = {
+_KILLED = 128 + signal.SIGKILL
+FAILURES = {"user error": ExitCode.USER_ERROR, "exception": ExitCode.EXCEPTION, "exit": 3, "kill": _KILLED}
+SIGNALS = {name: 128 + signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")}
+_LOSSES = ("lost launcher", "cut store", "lost store")
+_NODE_LOSSES = (*_LOSSES, "lost launcher of rank 0", "lost node", "lost node of rank 0")
+_RESUMED = ("kill", "SIGTERM", *_NODE_LOSSES)  # kinds of ends after which the job is started again
+_BEFORE_STEPS = ("imports", "start")
+_WHILE_WRITING = ("in a save", "in an export")
+_LAUNCHERS = {
     "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "d9d-torchrun": [sys.executable, "-m", "d9d_loop.torchrun", "--nproc-per-node", "2"],
-    "d9d-torchrun, restarts": [
-        sys.executable,
-        "-m",
-        "d9d_loop.torchrun",
-        "--max-restarts",
-        "3",
-        "--nproc-per-node",
-        "2",
-    ],
+    "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node", "2"],
+    "d9d-torchrun": [*D9D_TORCHRUN, "--nproc-per-node", "2"],
 }
-_SECONDS = 180.0
+_NEXT = "next"
 
 
-def _wait(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not is_true():
-        assert time.monotonic() < deadline
-        os.sched_yield()
+class _Cell(NamedTuple):
+    """Cell of the matrix."""
+
+    launcher: str
+    phase: str
+    how: str
+
+    @property
+    def rank(self) -> str:
+        """Rank that ends first. Rank 0 has the store of the ranks, and writes the files."""
+        is_first = self.launcher == "python" or self.phase in _WHILE_WRITING
+        return "0" if is_first or self.how.endswith("rank 0") or self.how == "lost store" else "1"
+
+    @property
+    def action(self) -> str:
+        """Action of `ending_job`."""
+        return "kill" if self.how == "lost store" else self.how.removesuffix(" of rank 0")
+
+    @property
+    def saves(self) -> bool:
+        """True if the job saves the current step before it ends."""
+        is_signal = self.how in SIGNALS or self.how.startswith("lost launcher")
+        return is_signal and self.phase not in _BEFORE_STEPS
+
+    @property
+    def expected_saved(self) -> int | None:
+        """Step of the newest checkpoint, at least; `None` for none."""
+        if self.phase in _BEFORE_STEPS:
+            return None
+        if self.how == "cut store" or "export" in self.phase:
+            return 4
+        if self.saves:
+            return {"first step": 1, "in a save": 4}.get(self.phase, 2)
+        return 2 if self.phase == "in a save" else None
+
+    @property
+    def expected_code(self) -> int:
+        """Exit code of the launcher of the rank that ends first."""
+        if self.how.startswith(("lost launcher", "lost node")):
+            return _KILLED
+        code = expected_code(self.action, self.phase)
+        if self.launcher != "torchrun":
+            return code
+        if self.how == "SIGUSR1":
+            return SIGNALS["SIGUSR1"]
+        return int(self.how != "cut store" or code != 0)
 
 
-def _is_training(folder: Path) -> bool:
-    with suppress(OSError):
-        return '"progress"' in (folder / "runs" / "quickstart" / "journal.jsonl").read_text()
-    return False
+def expected_code(how: str, phase: str) -> int:
+    """Return the exit code of a job in Python or under `d9d-torchrun`; of its ranks, if the launcher is killed."""
+    if how in FAILURES:
+        return FAILURES[how]
+    if phase in _BEFORE_STEPS:
+        return SIGNALS.get(how, ExitCode.PEER_LOST)
+    if how == "cut store" or "export" in phase:
+        return 0  # the job finishes
+    codes = {"SIGINT": ExitCode.INTERRUPTED, "lost launcher": ExitCode.PEER_LOST}
+    return codes.get(how, ExitCode.STOPPED)
 
 
-def _children(process: int) -> list[int]:
-    with suppress(OSError):
-        return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    return []
+_DOCUMENTED = {
+    "`UserError` on a rank": "user error",
+    "Exception on a rank": "exception",
+    "A rank exits with 3": "exit",
+    "A rank is killed, also rank 0 with the ranks' store": "kill",
+    **{name: name for name in SIGNALS},
+    "The launcher of a node is killed": "lost launcher",
+    "A rank loses its connection to the store": "cut store",
+}
 
 
-def _runs(process: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+def test_the_documentation_has_the_table_of_ends() -> None:
+    text = (ROOT / "docs" / "resilience.md").read_text(encoding="utf-8")
+    section = text.partition("## Ends of a job")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (\d+) \| (\d+) \| (\d+) \| (.+) \|$", section, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == list(_DOCUMENTED)
+    for name, *codes, saved in rows:
+        how = _DOCUMENTED[name]
+        assert [int(code) for code in codes] == [expected_code(how, phase) for phase in ("start", "save", "export")]
+        is_current = _Cell("d9d-torchrun", "save", how).saves
+        assert (saved == "the current step") == is_current
 
 
-def _end(folder: Path, launcher: str, how: str, *, by: signal.Signals | None = None) -> int:
-    """Run a job until it ends, by itself or by a signal to the launcher, without a process left; return the code."""
-    for name in ("quickstart.py", "quickstart.toml"):
-        (folder / name).write_text((ROOT / "examples" / name).read_text())
-    (folder / "script.py").write_text(SCRIPT)
-    command = [*LAUNCHERS[launcher], "script.py", "--steps", "100000", "--checkpoint.every", "100000"]
-    environment = {**os.environ, "HOW": how, "OMP_NUM_THREADS": "1", "D9D_DEVICE": "cpu"}
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
-    ranks: list[int] = []
-    try:
-        if by is not None:
-            _wait(lambda: _is_training(folder))
-            ranks = _children(process.pid)
-            process.send_signal(by)
-        process.wait(_SECONDS)
-        _wait(lambda: not any(map(_runs, ranks)))
-    finally:
-        for each in (process.pid, *ranks):
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        process.wait()
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+def _cells(*launchers: str) -> list[object]:
+    found: list[_Cell] = []
+    for launcher in launchers:
+        losses = {"python": (), "two nodes": _NODE_LOSSES}.get(launcher, _LOSSES)
+        found += [_Cell(launcher, phase, how) for phase in PHASES for how in (*FAILURES, *SIGNALS, *losses)]
+    return [pytest.param(cell, id="-".join(cell)) for cell in found if _exists(cell)]
 
 
-def _saved(folder: Path) -> int:
-    """Return the number of checkpoints. None of them is incomplete."""
-    names = [path.name for path in (folder / "runs" / "quickstart" / "checkpoints").glob("step-*")]
-    assert not [name for name in names if name.endswith(".partial")]
-    return len(names)
+def _exists(cell: _Cell) -> bool:
+    if cell.how == "cut store" and cell.phase == "imports":
+        return False  # there is no connection yet
+    if cell.how == "lost store" and cell.launcher == "torchrun":
+        return False  # torchrun itself has the store
+    return cell.phase not in _WHILE_WRITING or cell.how in ("exit", *_RESUMED)
 
 
-_FAILURES = {"user error": 2, "exception": 1, "exit": 3, "kill": 137}
+@pytest.mark.sample("python-evaluation-SIGTERM")
+@pytest.mark.parametrize("cell", _cells(*_LAUNCHERS))
+def test_ends_in_each_phase(tmp_path: Path, cell: _Cell) -> None:
+    ended, following = _end(tmp_path, cell, [_LAUNCHERS[cell.launcher]])
+    assert ended.codes == [cell.expected_code], ended.output
+    _assert_saved(cell, ended, following)
+    _assert_nothing_left(cell, ended)
+
+
+def _end(folder: Path, cell: _Cell, launchers: list[list[str]]) -> tuple[Ended, Ended | None]:
+    """Run a job until it ends; right then, start it again in one process. Return both ends."""
+    started: list[Ended] = []
+
+    def start_again() -> None:
+        at = cell.phase if "export" in cell.phase else "first step"
+        started.append(run_until_end(folder, [_LAUNCHERS["python"]], how="SIGTERM", at=at, on="0", log=_NEXT))
+
+    then = start_again if cell.how in _RESUMED else list
+    ended = run_until_end(folder, launchers, how=cell.action, at=cell.phase, on=cell.rank, then=then)
+    return ended, started[0] if started else None
+
+
+def _assert_saved(cell: _Cell, ended: Ended, following: Ended | None) -> None:
+    found = re.findall(r"after step (\d+), which is saved", ended.output)
+    assert len(set(found)) == (1 if cell.saves and "export" not in cell.phase else 0), ended.output
+    saved = int(found[0]) if found else cell.expected_saved
+    assert saved is None or cell.expected_saved is not None
+    assert (saved or 0) >= (cell.expected_saved or 0)
+    if following is None:
+        assert ended.saved == saved
+        return
+    assert following.codes == [0 if "export" in cell.phase else ExitCode.STOPPED], following.output
+    start = "starts from scratch" if saved is None else f"resumed from step {saved} at"
+    assert start in following.output, following.output
+
+
+def _assert_nothing_left(cell: _Cell, ended: Ended) -> None:
+    """Check files. `run_until_end` has checked that no process is left."""
+    assert len(ended.output) < 100_000
+    assert ended.left_in_memory() == []
+    launchers = [name for name in ended.left_in_temporary_folder() if name.startswith("d9d-torchrun-")]
+    assert len(launchers) == (cell.launcher != "torchrun" and cell.how.startswith(("lost launcher", "lost node")))
+    assert ended.export_is_whole()
+    is_writer_killed = cell.phase in _WHILE_WRITING and cell.expected_code in (3, _KILLED) and not cell.saves
+    if cell.how not in _RESUMED and is_writer_killed:
+        assert ended.partial() == [{"in a save": "step-00000004.partial"}.get(cell.phase, "export.partial")]
+    else:
+        assert ended.partial() == []
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("how", list(_FAILURES))
-def test_the_launcher_exits_with_the_code_of_the_first_failure(tmp_path: Path, how: str, rank: str) -> None:
-    code = _end(tmp_path, "d9d-torchrun", f"{how} on {rank}")
-    assert code == _FAILURES[how], (tmp_path / "output").read_text()
-    assert _saved(tmp_path) == 0
+@pytest.mark.parametrize("how", ["user error", "exception", "exit"])
+def test_the_launcher_exits_with_the_code_of_the_first_failure(tmp_path: Path, how: str) -> None:
+    ended = run_until_end(tmp_path, [_LAUNCHERS["d9d-torchrun"]], how=how, at="first step", on="0")
+    assert ended.codes == [FAILURES[how]], ended.output
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["d9d-torchrun, restarts"])
-@pytest.mark.parametrize(("how", "starts"), [("user error on 1", 1), ("kill on 1", 4)])
-def test_restarts_follow_the_table_of_exit_codes(tmp_path: Path, launcher: str, how: str, starts: int) -> None:
-    code = _end(tmp_path, launcher, how)
-    assert code == _FAILURES[how.partition(" on ")[0]], (tmp_path / "output").read_text()
+@pytest.mark.parametrize(("how", "starts"), [("user error", 1), ("kill", 4)])
+def test_restarts_follow_the_table_of_exit_codes(tmp_path: Path, how: str, starts: int) -> None:
+    launcher = [*D9D_TORCHRUN, "--max-restarts", "3", "--nproc-per-node", "2"]
+    ended = run_until_end(tmp_path, [launcher], how=how, at="first step", on="1")
+    assert ended.codes == [FAILURES[how]], ended.output
     journal = (tmp_path / "runs" / "quickstart" / "journal.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in journal].count("started") == starts
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("launcher", ["python", "d9d-torchrun"])
-def test_signals_save_and_give_the_exit_code_of_the_ranks(tmp_path: Path, launcher: str, by: signal.Signals) -> None:
-    code = _end(tmp_path, launcher, "", by=by)
-    assert code == (130 if by is signal.SIGINT else 75), (tmp_path / "output").read_text()
-    assert _saved(tmp_path) == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", ["torchrun", "d9d-torchrun"])
-def test_ranks_of_a_killed_launcher_save_and_end(tmp_path: Path, launcher: str) -> None:
-    assert _end(tmp_path, launcher, "", by=signal.SIGKILL) == 137
-    assert _saved(tmp_path) == 1
-    assert (tmp_path / "output").stat().st_size < 100_000
-    assert "stopped because the launcher is gone" in (tmp_path / "output").read_text()
-
-
-PHASES = """
-import os, signal
-from pathlib import Path
-
-RANK = os.environ.get("RANK", "0")
-Path(f"rank-{RANK}.pid").write_text(str(os.getpid()))
-
-def act(phase):
-    # End the job as HOW says, in the phase AT on rank ON.
-    if (phase, RANK) != (os.environ["AT"], os.environ["ON"]):
-        return
-    os.environ["AT"] = ""  # once
-    how = os.environ["HOW"]
-    if how.startswith("SIG"):
-        is_launched = "TORCHELASTIC_RUN_ID" in os.environ
-        os.kill(os.getppid() if is_launched else os.getpid(), signal.Signals[how])
-        if is_launched and phase in ("imports", "start"):
-            signal.pause()  # the launcher forwards the signal
-    elif how == "lost launcher":
-        os.kill(os.getppid(), signal.SIGKILL)
-    elif how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "exit":
-        os._exit(3)
-    elif how == "user error":
-        from d9d_dist import UserError
-        raise UserError("got x, expected y")
-    else:
-        raise KeyError("x")
-
-def main():
-    exec(open("quickstart.py").read().split("if __name__")[0], globals())
-    from d9d_loop import CheckpointStarted, ConfigReady, EvaluationStarted, ModelExported, StepDone
-    config = TrainerConfig.from_cli("quickstart.toml")
-    data = make_dataset()
-    trainer = Trainer(config, model=lambda stage: Mlp(), data=data, evaluation_data=data[:8], task=Regression())
-    moments = {ConfigReady: "start", StepDone: "first step", EvaluationStarted: "evaluation", CheckpointStarted: "save",
-               ModelExported: "export"}
-    for event, phase in moments.items():
-        trainer.events.on(event, lambda _, phase=phase: act(phase))
-    trainer.train()
-
-from d9d_loop import cli_main
-with cli_main():
-    act("imports")
-    main()
-"""
-_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
-_PHASES = ("imports", "start", "first step", "evaluation", "save", "export")
-
-
-def _expected(phase: str, how: str) -> int:
-    """Return the exit code of an end in a phase: the table of docs/resilience.md."""
-    if how == "lost launcher":
-        return 137  # of the launcher
-    if how in _FAILURES:
-        return _FAILURES[how]
-    if phase == "export":
-        return 0  # the last step is saved, and the job finishes
-    if how == "SIGINT":
-        return 130
-    return 128 + signal.Signals[how] if phase in ("imports", "start") else 75
-
-
-def _cells() -> list[tuple[str, str, str]]:
-    """Return launcher, phase and kind of end. Signals to a launcher may arrive after the end of an export."""
-    cells = [("python", phase, how) for phase in _PHASES for how in (*_FAILURES, *_SIGNALS)]
-    for launcher in ("torchrun", "d9d-torchrun"):
-        for phase in _PHASES:
-            signals = () if launcher == "torchrun" or phase == "export" else _SIGNALS
-            failures = () if launcher == "torchrun" else tuple(_FAILURES)
-            cells += [(launcher, phase, how) for how in (*failures, *signals, "lost launcher")]
-    return cells
-
-
-def _pid(file: Path) -> int:
-    return int(file.read_text() or 0)
-
-
-@pytest.mark.sample("python-imports-SIGTERM", "python-evaluation-SIGUSR1")
-@pytest.mark.parametrize(("launcher", "phase", "how"), [pytest.param(*cell, id="-".join(cell)) for cell in _cells()])
-def test_ends_in_each_phase(tmp_path: Path, launcher: str, phase: str, how: str) -> None:
-    rank = "0" if launcher == "python" else "1"
-    end = {"HOW": how, "AT": phase, "ON": rank, "TMPDIR": str(tmp_path / "tmp")}
-    (tmp_path / "tmp").mkdir()
-    steps = "4" if phase == "export" else "100000"
-    code = _end_in_phase(tmp_path, LAUNCHERS[launcher], end, "--steps", steps)
-    output = (tmp_path / "output").read_text()
-    assert code == _expected(phase, how), output
-    has_trained = phase not in ("imports", "start")
-    if phase == "export":
-        assert _saved(tmp_path) >= 1
-    elif has_trained and how in (*_SIGNALS, "lost launcher"):
-        assert _saved(tmp_path) >= 1, output
-    elif how != "lost launcher":
-        assert _saved(tmp_path) == 0
-    if how != "lost launcher":
-        assert not list((tmp_path / "tmp").glob("d9d-torchrun-*"))
-
-
-def _end_in_phase(folder: Path, launcher: list[str], end: dict[str, str], *arguments: str) -> int:
-    """Run a job that ends itself, until no process is left; return the exit code."""
-    for name in ("quickstart.py", "quickstart.toml"):
-        (folder / name).write_text((ROOT / "examples" / name).read_text())
-    (folder / "script.py").write_text(PHASES)
-    every = ("--checkpoint.every", "2", "--evaluation.every", "2", "--rehearsal", "false")
-    command = [*launcher, "script.py", *arguments, *every]
-    environment = {**os.environ, **end, "OMP_NUM_THREADS": "1", "D9D_DEVICE": "cpu"}
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
-    try:
-        process.wait(_SECONDS)
-        _wait(lambda: not any(_runs(_pid(file)) for file in folder.glob("rank-*.pid")))
-    finally:
-        for each in (process.pid, *map(_pid, folder.glob("rank-*.pid"))):
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        process.wait()
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("how", "rank"), [("user error", "1"), ("kill", "1"), ("exit", "0")])
-def test_ends_on_one_of_two_nodes(tmp_path: Path, how: str, rank: str) -> None:
+@pytest.mark.parametrize("cell", _cells("two nodes"))
+def test_ends_on_one_of_two_nodes(tmp_path: Path, cell: _Cell) -> None:
     """The launcher of the other node exits with the same code, or with that of a rank that lost its peer.
 
-    The launcher of rank 0 has the store.
+    The launcher of rank 0 has the store of the launchers. A rank that never starts causes a start-up timeout.
     """
+    ended, following = _end(tmp_path, cell, _two_nodes())
+    own, other = (ended.codes[rank] for rank in (int(cell.rank), 1 - int(cell.rank)))
+    assert own == cell.expected_code, ended.output
+    assert other in _codes_of_the_other_node(cell), ended.output
+    _assert_saved(cell, ended, following)
+    _assert_nothing_left(cell, ended)
+
+
+def _two_nodes() -> list[list[str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    arguments = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x", "--nproc-per-node", "1"]
-    common = [sys.executable, "-m", "d9d_loop.torchrun", "--rdzv-backend", "static", "--max-restarts", "0", *arguments]
-    nodes = [f'{shlex.join([*common, "--node-rank", str(node)])} "$@" & p{node}=$!' for node in range(2)]
-    script = "; ".join([*nodes, "wait $p0; echo $? > code-0", "wait $p1; echo $? > code-1"])
-    end = {"HOW": how, "AT": "first step", "ON": rank}
-    _end_in_phase(tmp_path, ["bash", "-c", script, "-"], end, "--steps", "100000")
-    codes = [int((tmp_path / f"code-{node}").read_text()) for node in range(2)]
-    expected = _expected("first step", how)
-    assert codes[int(rank)] == expected, (tmp_path / "output").read_text()
-    assert codes[1 - int(rank)] in (expected, 125), (tmp_path / "output").read_text()
+    rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
+    common = [*D9D_TORCHRUN, "--max-restarts", "0", *rendezvous, "--nnodes", "2", "--nproc-per-node", "1"]
+    return [[*common, "--node-rank", str(node)] for node in range(2)]
+
+
+def _codes_of_the_other_node(cell: _Cell) -> tuple[int, ...]:
+    if cell.phase == "imports":
+        return (ExitCode.HANG,)
+    if cell.how in FAILURES or cell.how == "lost store":
+        return (cell.expected_code, ExitCode.PEER_LOST)
+    if cell.how.startswith("lost"):
+        return (0, ExitCode.PEER_LOST) if "export" in cell.phase else (ExitCode.PEER_LOST,)
+    return (ExitCode.PEER_LOST,) if cell.phase == "start" else (cell.expected_code,)

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,7 @@ def test_the_steps_end_after_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _ORPHAN = """
 import os
-os.environ["TORCHELASTIC_RUN_ID"] = "1"
-while os.getppid() == int(os.environ["PARENT"]):
+while " Z " not in open("/proc/" + os.environ["PARENT"] + "/stat").read():
     os.sched_yield()
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 with LauncherWatch():
@@ -66,15 +66,32 @@ with LauncherWatch():
 """
 _DIES = """
 import os, subprocess, sys
-command = [sys.executable, "-c", sys.argv[1]]
-subprocess.Popen(command, env={**os.environ, "PARENT": str(os.getpid())}, start_new_session=True)
+environment = {**os.environ, "PARENT": str(os.getpid()), "TORCHELASTIC_RUN_ID": "1"}
+subprocess.Popen(sys.argv[1:], env=environment, start_new_session=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/1/exe").is_symlink(), reason="needs /proc")
-def test_a_rank_whose_torchrun_is_killed_during_its_imports_ends_at_once() -> None:
+@pytest.mark.parametrize("wrapper", [(), ("sh", "-c", '"$@"; true', "-")], ids=["alone", "in a wrapper"])
+def test_a_rank_whose_torchrun_is_killed_during_its_imports_ends_at_once(wrapper: Sequence[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != LAUNCHER}
-    command = [sys.executable, "-c", _DIES, _ORPHAN]
+    command = [sys.executable, "-c", _DIES, *wrapper, sys.executable, "-c", _ORPHAN]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "d9d: this rank exits without saving: its launcher is gone.\n"
+
+
+_WATCHES = """
+from d9d_loop.resilience.launcher_watch import launcher_process
+print(launcher_process())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/1/exe").is_symlink(), reason="needs /proc")
+def test_the_launcher_is_the_process_that_started_the_session_of_a_wrapped_rank() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER}
+    command = ["sh", "-c", '"$@"; true', "-", sys.executable, "-c", _WATCHES]
+    environment["TORCHELASTIC_RUN_ID"] = "1"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, start_new_session=True)
+    assert int(done.stdout) == os.getpid()

@@ -22,34 +22,34 @@ _SECONDS = 0.25  # interval between two looks at the launcher's process
 _GONE: Final = -1
 
 
-def _parent() -> int:
-    """Return the parent of this process, or `_GONE` if torchrun started this process and was killed since then.
+def _find_launcher() -> int:
+    """Return the torchrun that started this process or its wrapper; `_GONE` if it was killed since then.
 
     torchrun runs in Python, as the user of its ranks, and starts each rank in a session of its own. The parent of an
-    orphan is init or a process of the system.
+    orphan is init or a process of the system. Without torchrun, return the parent.
     """
-    parent = os.getppid()
-    if os.getsid(0) != os.getpid():
-        return parent
     try:
-        is_python = "python" in Path(f"/proc/{parent}/exe").readlink().name
+        leader = Path("/proc", str(os.getsid(0)))
+        if b"TORCHELASTIC_RUN_ID=" not in (leader / "environ").read_bytes():
+            return os.getppid()
+        parent = int((leader / "stat").read_bytes().rpartition(b")")[2].split()[1])
+        return parent if "python" in Path(f"/proc/{parent}/exe").readlink().name else _GONE
     except PermissionError:  # a process of another user
-        is_python = False
+        return _GONE
     except OSError:  # a system without /proc
-        return parent
-    return parent if is_python else _GONE
+        return os.getppid()
 
 
-# Parent of this process. A later `getppid` would return another process if the launcher was killed meanwhile.
-_parents = [_parent()]
-os.register_at_fork(after_in_child=lambda: _parents.append(os.getppid()))
+# Found at the import: if the launcher is killed later, another process becomes the parent.
+_launchers = [_find_launcher()]
+os.register_at_fork(after_in_child=lambda: _launchers.append(os.getppid()))
 
 
 def launcher_process() -> int | None:
     """Return the process id of the launcher that started this rank; `None` without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return int(os.environ.get(LAUNCHER, _parents[-1]))
+    return int(os.environ.get(LAUNCHER, _launchers[-1]))
 
 
 @final
