@@ -41,6 +41,8 @@ def _act(phase: str) -> None:
         raise KeyError("x")
     if how in ("lost launcher", "lost node"):
         os.kill(os.getppid(), signal.SIGKILL)
+    if how == "lost launcher" and phase == "start":
+        threading.Event().wait(60)  # the watch of the launcher ends this process
     if how in ("kill", "lost node"):
         os.kill(os.getpid(), signal.SIGKILL)
 
