@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from d9d_loop.engine.pipeline import Pipeline as Pipeline
     from d9d_loop.engine.train_step import StepResult as StepResult
     from d9d_loop.event_bus import Events as Events
+    from d9d_loop.event_bus import StatefulSubscriber as StatefulSubscriber
     from d9d_loop.event_bus import on_event as on_event
     from d9d_loop.events import BackwardDone as BackwardDone
     from d9d_loop.events import BadStepFound as BadStepFound

@@ -2,10 +2,10 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, ParamSpec, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,20 @@ E = TypeVar("E", bound=Event)
 P = ParamSpec("P")
 _Handler = Callable[[Any], object]
 _KINDS = "__d9d_events__"
+
+
+@runtime_checkable
+class StatefulSubscriber(Protocol):
+    """Subscriber whose state is saved with each checkpoint, and loaded on a resume or rollback.
+
+    The state is JSON, in which tensors are allowed. It may differ between ranks.
+    """
+
+    def state_dict(self) -> Any:
+        """Return the state to save: JSON values and tensors."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Set the state to a saved one."""
 
 
 def on_event(*kinds: type[Event]) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -59,6 +73,7 @@ class Events:
     def __init__(self, *, seed: int = 0) -> None:
         self._seed = seed
         self._handlers: dict[type[Event], list[_Handler]] = {}
+        self._stateful: dict[str, StatefulSubscriber] = {}
         self._phase: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     def on(self, kind: type[E], handler: Callable[[E], object]) -> None:
@@ -67,7 +82,10 @@ class Events:
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
-        """Register the methods marked by `on_event`. An object without a marked method raises `UserError`."""
+        """Register the methods marked by `on_event`. An object without a marked method raises `UserError`.
+
+        The state of a `StatefulSubscriber` is saved with the checkpoints of the job.
+        """
         for subscriber in subscribers:
             marked = [
                 (kind, name)
@@ -81,6 +99,15 @@ class Events:
                 )
             for kind, name in marked:
                 self.on(kind, getattr(subscriber, name))
+            if isinstance(subscriber, StatefulSubscriber):
+                kind_name = type(subscriber).__qualname__
+                number = sum(type(each) is type(subscriber) for each in self._stateful.values())
+                self._stateful[f"{kind_name} {number + 1}" if number else kind_name] = subscriber
+
+    @property
+    def stateful(self) -> Mapping[str, StatefulSubscriber]:
+        """Subscribers with state, by the name of their class, and by a number if several have the same class."""
+        return self._stateful
 
     def watch(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Set the context manager that handlers run in, such as `HangWatchdog.phase`.

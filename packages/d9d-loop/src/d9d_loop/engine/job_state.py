@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, UserError, agree, rank_role, refuse_later_writes, seed_everything
 from d9d_loop.engine.optimizer_fit import check_state_fits
+from d9d_loop.engine.subscriber_states import load_subscribers, subscriber_states
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
 from d9d_loop.model.frozen_digest import frozen_digest
@@ -146,9 +147,11 @@ class JobState:
 
         Raises:
             UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
-                have changed since the save.
+                have changed since the save. If a subscriber's state cannot be saved, or differed between the ranks of
+                another mesh.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
+        subscriber_states(self._events)  # a state that cannot be saved is an error before the first step
         self.restored = info = self._find(is_rollback=is_rollback)
         expected = None if info is None else frozen_digest_of(info)
         if self._trainable_only or expected is not None:
@@ -190,6 +193,7 @@ class JobState:
             set_rng_state(same_role[0]["random"])
         else:
             seed_everything(self._seed, self._ctx, step=record.step)
+        load_subscribers(self._events, same_role or rank_states)
         return record
 
     def check_optimizer(self) -> None:
@@ -312,6 +316,7 @@ class JobState:
                     since=self._built_groups,
                     without=("lr",) if self._rank_state is None else (),
                 ),
+                "subscribers": subscriber_states(self._events),
                 **({} if self._rank_state is None else self._rank_state()),
             },
             "ctx": self._ctx,
