@@ -21,6 +21,7 @@ from d9d_dist import (
     parallelize_tensor,
     refuse_later_writes,
     set_gradient_sync,
+    sync_gradients,
     synchronize_embeddings,
 )
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
@@ -192,6 +193,35 @@ def test_precision_applies_on_one_rank(parallelize: Any) -> None:
         output.sum().backward()
         assert model.weight.grad is not None
         assert model.weight.grad.dtype == torch.float32
+
+
+def _narrow_gradients(kind: str) -> tuple[torch.dtype, list[float]]:
+    """Return the gradients of one and of three microbatches, whose terms are exact in bfloat16, but not their sums."""
+    axes = {"data_parallel_replicate" if kind == "replicate" else "data_parallel_shard": 2}
+    with MeshConfig(**axes).build() as ctx:
+        model = nn.Linear(4, 1, bias=False)
+        mesh, precision = ctx.mesh_for("dense")[HSDP_AXES], Precision(compute=torch.bfloat16)
+        if kind == "replicate":
+            parallelize_replicate(model, mesh["dp_replicate"], precision=precision)
+        else:
+            parallelize_hsdp(model, mesh, shard_axis="dp_cp_shard", precision=precision)
+        found = []
+        for num in (1, 3):
+            for index in range(num):
+                set_gradient_sync(model, enabled=index == num - 1)
+                model(torch.full((1, 4), 1.0 if ctx.rank == 0 else 2**-9)).sum().backward()
+            sync_gradients(model)
+            (gradient,) = full_gradients(model).values()
+            found.append(gradient.max().item())
+            model.zero_grad()
+        return gradient.dtype, found
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_gradients_are_summed_in_the_dtype_of_the_parameters_by_default(kind: str) -> None:
+    for dtype, found in run_ranks(_narrow_gradients, kind, world_size=2):
+        assert dtype == torch.float32
+        assert found == [1 + 2**-9, 3 * (1 + 2**-9)]
 
 
 class _Dtypes(nn.Module):

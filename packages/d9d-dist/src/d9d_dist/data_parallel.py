@@ -31,6 +31,7 @@ from d9d_dist._mesh_axes import axes_of, axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.gathered_parameters import mark_as_kept_gathered
+from d9d_dist.grad_dtype import HAS_GRAD_DTYPE
 from d9d_dist.parameter_writes import refuse_writes, refuse_writes_in_first_forward
 from d9d_dist.precision import Precision
 
@@ -121,7 +122,9 @@ def _fully_shard(
             module,
             mesh=mesh,
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
+                param_dtype=dtypes.compute,
+                reduce_dtype=dtypes.reduce or _dtype_of_gradients(module),
+                cast_forward_inputs=dtypes.cast_inputs,
             ),
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=(lambda each: Shard(shard_dim(each) if callable(shard_dim) else shard_dim))
@@ -202,6 +205,16 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
             compute_locally(submodule, partial_axes=(axis,), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
     if dtypes.compute is not None and dtypes.cast_inputs:
         module.register_forward_pre_hook(partial(cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
+
+
+def _dtype_of_gradients(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype in which FSDP reduces gradients by default: the parameters' dtype.
+
+    Older versions of FSDP would accumulate and reduce gradients in the dtype of the computation. Returns `None` for
+    newer ones, which use the `grad_dtype` of each parameter.
+    """
+    trainable = (each.dtype for each in _managed_by_fsdp(module) if each.requires_grad and each.numel() and each.ndim)
+    return None if HAS_GRAD_DTYPE else next(trainable, None)
 
 
 def _managed_by_fsdp(module: nn.Module) -> list[nn.Parameter]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
 
-_FIRST_VERSION = (2, 15)
+HAS_GRAD_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
+"""True if gradients can have a dtype of their own, and FSDP2 accumulates and reduces them in it."""
 
 
 def set_grad_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
@@ -23,8 +24,7 @@ def set_grad_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> No
     Raises:
         UserError: If torch is older than 2.15.
     """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < _FIRST_VERSION:
+    if not HAS_GRAD_DTYPE:
         raise UserError(
             f"gradients with a dtype of their own need torch 2.15 or newer, and this is torch {torch.__version__}. "
             "Upgrade torch, or remove the gradient dtype."
