@@ -1,3 +1,4 @@
+import math
 import warnings
 
 import numpy as np
@@ -125,6 +126,18 @@ def test_binary_equals_scikit_learn(seed: int, shape: tuple[int, ...]) -> None:
     prec, rec, f, _ = sk.precision_recall_fscore_support(truth, answers, beta=0.5, average="binary", zero_division=0)
     expected = {"p": prec, "r": rec, "f": f, "a": sk.accuracy_score(truth, answers)}
     assert compute_metrics({"m": metric}, None) == pytest.approx({f"m/{k}": v for k, v in expected.items()}, rel=1e-12)
+
+
+def test_logits_are_no_probabilities() -> None:
+    """With the threshold of a probability, a logit of 0.3 would be negative, though its probability is 0.57."""
+    scores, logits, targets = {"accuracy": accuracy()}, torch.tensor([0.3, -2.0]), torch.tensor([1, 0])
+    for threshold, predictions, expected in ((0.5, logits, math.nan), (0.0, logits, 1.0), (0.5, logits.sigmoid(), 1.0)):
+        for metric, shape in (
+            (BinaryClassification(scores, threshold=threshold), (2,)),
+            (MultilabelClassification(2, scores, threshold=threshold), (1, 2)),
+        ):
+            metric.update(predictions.view(shape), targets.view(shape))
+            assert str(metric.compute()["accuracy"].item()) == str(expected)
 
 
 def test_masked_samples_are_ignored_whatever_their_values() -> None:

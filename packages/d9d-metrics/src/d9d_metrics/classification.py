@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import UserError
-from d9d_metrics._samples import check_samples, mask_of, not_binary
+from d9d_metrics._samples import check_samples, mask_of, not_binary, not_probability
 from d9d_metrics.accumulator import Accumulator
 from d9d_metrics.confusion_scores import ConfusionCounts, Score
 from d9d_metrics.metric import Metric
@@ -28,7 +28,9 @@ class _Classification(Metric):
         self._total, self._invalid = Accumulator("count"), Accumulator("count")
 
     def _count_above(self, threshold: float, predictions_NC: Tensor, targets_NC: Tensor, mask_N: Tensor | None) -> None:
-        is_invalid_N = _is_nan(predictions_NC) | not_binary(targets_NC).any(-1)
+        are_probabilities = 0 < threshold < 1
+        is_no_score_NC = not_probability(predictions_NC) if are_probabilities else predictions_NC.isnan()
+        is_invalid_N = is_no_score_NC.any(-1) | not_binary(targets_NC).any(-1)
         self._count(predictions_NC > threshold, targets_NC.bool(), is_invalid_N, mask_N)
 
     def _count(self, predicted_NC: Tensor, true_NC: Tensor, is_invalid_N: Tensor, mask_N: Tensor | None) -> None:
@@ -61,7 +63,8 @@ class _Classification(Metric):
 class BinaryClassification(_Classification):
     """Scores of a binary classifier; class 1 is the positive class.
 
-    A NaN, or a target other than 0 and 1, in a counted sample makes all scores NaN.
+    A NaN, or a target other than 0 and 1, in a counted sample makes all scores NaN. So does a prediction outside
+    [0, 1], such as a logit, if the threshold is between 0 and 1, that of a probability.
 
     Args:
         scores: Scores to compute, by name, e.g. `{"precision": precision(), "f1": f_beta(1.0)}`.
@@ -86,8 +89,8 @@ class BinaryClassification(_Classification):
 class MultilabelClassification(_Classification):
     """Scores of a classifier with several independent binary labels.
 
-    A NaN, or a target other than 0 and 1, in a counted sample makes the scores of all labels NaN. See
-    `BinaryClassification` for the arguments.
+    A NaN, or a target other than 0 and 1, in a counted sample makes the scores of all labels NaN, as does a logit where
+    the threshold is that of a probability. See `BinaryClassification` for the arguments.
     """
 
     def __init__(self, num_labels: int, scores: Mapping[str, Score], *, threshold: float = 0.5) -> None:
