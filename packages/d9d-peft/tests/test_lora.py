@@ -289,6 +289,15 @@ def test_refuses_a_nonfinite_alpha(alpha: float) -> None:
         LoRA("q", alpha=alpha)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_an_adapter_takes_the_mode_of_its_layer(training: bool) -> None:
+    """A loaded model is often in evaluation mode, where dropout must do nothing."""
+    model = nn.Sequential(nn.Linear(4, 4)).train(training)
+    inject(LoRA("0", dropout=0.5), model)
+    nn.init.ones_(model.get_parameter("0.adapter.lora_b"))
+    assert torch.equal(model(torch.ones(1, 4)), model(torch.ones(1, 4))) is not training
+
+
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, math.nan])
 def test_refuses_an_invalid_dropout(dropout: float) -> None:
     with pytest.raises(UserError, match=r"LoRA got dropout = .*; expected 0 <= dropout < 1"):
