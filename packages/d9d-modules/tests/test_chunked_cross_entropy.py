@@ -227,6 +227,20 @@ def test_labels_outside_of_the_vocabulary_and_missing_labels_raise(
         function(torch.randn(5, 8), [torch.randn(6, 8), torch.randn(5, 8)], torch.tensor(labels))
 
 
+@pytest.mark.parametrize("function", [linear_cross_entropy, token_scores])
+def test_a_single_weight_labels_of_another_dtype_and_a_softcap_of_zero_raise(
+    function: Callable[..., object],
+) -> None:
+    hidden, weight, labels = torch.randn(5, 8), torch.randn(6, 8), torch.zeros(5, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"got weights_VD as a tensor of shape \(6, 8\); .* Pass \[weight\]\."):
+        function(hidden, weight, labels)
+    for dtype in (torch.float32, torch.bool):
+        with pytest.raises(UserError, match=rf"got labels of {dtype}; expected integers"):
+            function(hidden, [weight], labels.to(dtype))
+    with pytest.raises(UserError, match=r"softcap = 0.0; expected a number above 0, or None"):
+        function(hidden, [weight], labels, softcap=0.0)
+
+
 def test_labels_are_checked_without_a_host_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: the device checks the condition."""
     asserted: list[Tensor] = []

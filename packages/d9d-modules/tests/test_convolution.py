@@ -57,6 +57,11 @@ def test_the_weight_is_initialized_like_torch_conv1d() -> None:
     assert ours.weight.abs().max() <= 0.5
 
 
+def test_documents_are_not_broadcast_over_rows() -> None:
+    with pytest.raises(UserError, match=r"got document_ids_BL of shape \(1, 4\) and dtype torch.int64; exp"):
+        causal_convolution(torch.zeros(2, 4, 3), torch.ones(3, 2), document_ids_BL=torch.zeros(1, 4, dtype=torch.int64))
+
+
 def test_another_number_of_features_raises() -> None:
     with pytest.raises(UserError, match=r"of 3 features got a tensor of shape \(1, 2, 4\); expected a last dim of 3"):
         CausalConvolution(3)(torch.zeros(1, 2, 4))

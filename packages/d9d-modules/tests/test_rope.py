@@ -135,6 +135,14 @@ def test_invalid_position_ids_raise(position_ids: torch.Tensor) -> None:
         rotary_tables(position_ids, head_dim=8, theta=100.0)
 
 
+def test_tables_are_not_broadcast_over_positions() -> None:
+    tables = rotary_tables(torch.zeros(1, 1, dtype=torch.int64), head_dim=8, theta=100.0)
+    with pytest.raises(UserError, match=r"got rotary tables of shape \(1, 1, 4\) for 2 x 5 positions"):
+        apply_rotary(torch.zeros(2, 5, 3, 8), tables)
+    with pytest.raises(UserError, match=r"layout = 'interleave'; expected one of half, interleaved\."):
+        apply_rotary(torch.zeros(1, 1, 3, 8), tables, layout="interleave")  # ty: ignore[invalid-argument-type]
+
+
 def test_positions_out_of_range_raise() -> None:
     with pytest.raises(UserError, match=r"position_ids range from -1 to 3; expected 0 or more"):
         rotary_tables(torch.tensor([[3, -1]]), head_dim=8, theta=100.0)

@@ -82,7 +82,15 @@ def linear_cross_entropy(
 
 
 def check_labels(hidden_TD: Tensor, weights_VD: Sequence[Tensor], labels_T: Tensor, mesh: DeviceMesh | None) -> None:
-    """Raise a `UserError` if there is not one label [T] for each token, or a label is outside of the vocabulary."""
+    """Raise a `UserError` if there is not one label [T] for each token, or a label is outside of the vocabulary.
+
+    Also if the weights are a single tensor, whose rows would count as weights.
+    """
+    if isinstance(weights_VD, Tensor):
+        raise UserError(
+            f"got weights_VD as a tensor of shape {tuple(weights_VD.shape)}; expected a sequence of tensors [V_i, D]. "
+            "Pass [weight]."
+        )
     if labels_T.shape != hidden_TD.shape[:1]:
         raise UserError(
             f"got labels of shape {tuple(labels_T.shape)} for hidden states of shape {tuple(hidden_TD.shape)}; "
@@ -90,6 +98,12 @@ def check_labels(hidden_TD: Tensor, weights_VD: Sequence[Tensor], labels_T: Tens
         )
     num_rows = sum(map(len, weights_VD))
     check_token_ids(labels_T, num_rows * (1 if mesh is None else mesh.size()), what="labels", ignored=IGNORED_LABEL)
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise a `UserError` if a soft-cap is not above 0."""
+    if softcap is not None and softcap <= 0.0:
+        raise UserError(f"softcap = {softcap}; expected a number above 0, or None for no soft-cap.")
 
 
 class _Options(NamedTuple):
@@ -189,6 +203,7 @@ class VocabularyBlocks:
 
     def __init__(self, weights_VD: Sequence[Tensor], loss: CrossEntropy, softcap: float | None) -> None:
         rank, num_ranks = (0, 1) if loss.mesh is None else (loss.mesh.get_local_rank(), loss.mesh.size())
+        check_softcap(softcap)
         sizes = [len(weight_VD) for weight_VD in weights_VD]
         self.weights_VD, self.loss, self._softcap = weights_VD, loss, softcap
         self._firsts = list(accumulate(sizes[:-1], initial=rank * sum(sizes)))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 from d9d_dist.parameter_role import ParameterRole
-from d9d_modules.attention_backends.visibility import document_starts
+from d9d_modules.attention_backends.visibility import check_documents, document_starts
 
 
 @final
@@ -49,13 +49,14 @@ def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, document_ids_BL: Ten
     document id of each position, integer: positions of other documents count as zero. None: each row is one document.
 
     Raises:
-        UserError: If the last dim of `x_BLD` is not D.
+        UserError: If the last dim of `x_BLD` is not D, or the document ids are not integers [B, L].
     """
     if x_BLD.shape[-1] != len(weight_DW):
         raise UserError(
             f"a causal convolution of {len(weight_DW)} features got a tensor of shape {tuple(x_BLD.shape)}; expected "
             f"a last dim of {len(weight_DW)}."
         )
+    check_documents(document_ids_BL, x_BLD.shape[:2])
     if document_ids_BL is not None or x_BLD.shape[1] == 0:  # F.conv1d supports neither documents nor empty rows
         return _by_shifts(x_BLD, weight_DW, document_ids_BL)
     padded_BDL = F.pad(x_BLD.transpose(1, 2), (weight_DW.shape[1] - 1, 0))

@@ -16,7 +16,7 @@ from d9d_dist.token_ids import check_token_ids
 from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
 from d9d_modules._chunked_token_loss import chunked_token_loss, soft_cap
 from d9d_modules._cut_cross_entropy import cut_cross_entropy, why_not_cut_cross_entropy
-from d9d_modules.chunked_cross_entropy import linear_cross_entropy
+from d9d_modules.chunked_cross_entropy import check_softcap, linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy, candidate_losses
 from d9d_modules.embedding import VocabularySplits
 from d9d_modules.vocabulary_scores import token_scores
@@ -72,9 +72,8 @@ class LanguageModelHead(VocabularySplits):
         if bias and len(vocab_sizes) > 1:
             raise UserError("got bias = True and several vocabulary splits; expected no bias, or a single split.")
         self.register_parameter("bias", nn.Parameter(torch.zeros(self.vocab_size)) if bias else None)
-        if softcap is not None and softcap <= 0.0:
-            raise UserError(f"softcap = {softcap}; expected a number above 0, or None for no soft-cap.")
         check_choice("loss_backend", loss_backend, LossBackend)
+        check_softcap(softcap)
         self.softcap = softcap
         self.token_loss: TokenLoss = token_loss
         self.loss_backend: LossBackend = loss_backend
@@ -182,11 +181,12 @@ def language_model_head(
         candidate [B, L, K] in nats, 0 for ignored ones, without reduction: float32, or float64 for float64 input.
 
     Raises:
-        UserError: If the labels have another shape, a label on the CPU is out of range, `token_loss` does not support
-            candidates, or `backend` does not support the call. On accelerators an out-of-range label raises an
-            asynchronous device error instead.
+        UserError: If `softcap` is not above 0, the labels have another shape, a label on the CPU is out of range,
+            `token_loss` does not support candidates, or `backend` does not support the call. On accelerators an
+            out-of-range label raises an asynchronous device error instead.
     """
     check_choice("backend", backend, LossBackend)
+    check_softcap(softcap)
     weights_VD = [weight_VD] if isinstance(weight_VD, Tensor) else list(weight_VD)
     if labels is None:
         parts = [F.linear(hidden_BLD, weight) for weight in weights_VD]

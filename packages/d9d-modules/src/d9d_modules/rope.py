@@ -77,8 +77,12 @@ def apply_rotary(x_BLHK: Tensor, tables: RotaryTables, *, layout: RotaryLayout =
 
     The tables have at most `K / 2` pairs; features beyond the first 2 R are unchanged. The arithmetic uses the wider
     dtype of `x_BLHK` and the tables; the result has the dtype of `x_BLHK`.
+
+    Raises:
+        UserError: If the tables are not [B, L, R] or [1, L, R], or the layout is unknown.
     """
     check_choice("layout", layout, RotaryLayout)
+    check_tables(tables, x_BLHK.shape[:2], rotary_dim=2 * tables.cos.shape[-1])
     cos, sin = tables.cos.unsqueeze(-2), tables.sin.unsqueeze(-2)
     rotary_dim = 2 * cos.shape[-1]
     x, kept = (x_BLHK, None) if rotary_dim == x_BLHK.shape[-1] else x_BLHK.tensor_split([rotary_dim], dim=-1)
