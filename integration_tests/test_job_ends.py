@@ -65,7 +65,7 @@ class _Cell(NamedTuple):
             return 4
         if self.saves:
             return {"first step": 1, "in a save": 4}.get(self.phase, 2)
-        return 2 if self.phase == "in a save" else None
+        return 2 if self.phase in ("evaluation", "in a save") else None  # step 2 is saved before its evaluation
 
     @property
     def expected_code(self) -> int:

@@ -2,8 +2,8 @@
 
 A training job emits ConfigReady, ModelReady, OptimizerReady, DataReady, the events of each step, ModelExported and
 Finished, in this order. The events of a step are StepStarted, BackwardDone, GradientsReady, OptimizerDone, StepDone.
-Steps with an evaluation or a checkpoint then emit EvaluationStarted, EvaluationDone, CheckpointStarted,
-CheckpointSaved. A job that ends with an exception emits Failed. With pipeline parallelism, the attribute `model` of an
+Steps with a checkpoint or an evaluation then emit CheckpointStarted, CheckpointSaved, EvaluationStarted,
+EvaluationDone. A job that ends with an exception emits Failed. With pipeline parallelism, the attribute `model` of an
 event has only this rank's stages.
 """
 

@@ -237,9 +237,9 @@ def test_events_are_emitted_in_order(tmp_path: Path, background: bool) -> None:
         ("StepDone", 3),
         *([] if background else [("CheckpointSaved", 3)]),
         ("StepDone", 4),
-        ("EvaluationDone", 4),
         *([("CheckpointSaved", 3)] if background else []),
         ("CheckpointSaved", 4),
+        ("EvaluationDone", 4),
         ("ModelExported", "export"),
         ("Finished", 4),
     ]
@@ -255,7 +255,7 @@ def test_a_job_emits_each_of_its_events(tmp_path: Path) -> None:
     assert seen == [
         *[("ConfigReady", 0), ("ModelReady", 0), ("OptimizerReady", 0), ("DataReady", 0)],
         *[("StepStarted", 1), ("BackwardDone", 1), ("GradientsReady", 1), ("OptimizerDone", 1), ("StepDone", 1)],
-        *[("EvaluationStarted", 1), ("EvaluationDone", 1), ("CheckpointStarted", 1), ("CheckpointSaved", 1)],
+        *[("CheckpointStarted", 1), ("CheckpointSaved", 1), ("EvaluationStarted", 1), ("EvaluationDone", 1)],
         *[("ModelExported", 1), ("Finished", 1)],
     ]
 

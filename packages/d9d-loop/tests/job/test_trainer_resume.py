@@ -1,6 +1,7 @@
 """A resumed job ends like an uninterrupted one."""
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -201,6 +202,43 @@ def test_a_job_interrupted_between_evaluation_checkpoint_and_export_resumes(
     _assert_same(_finish(_trainer(tmp_path), tmp_path), uninterrupted)
 
 
+class _Failing(_Masked):
+    """Loss that raises in the evaluation after a step, as on a bad sample that no earlier evaluation has read."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.step = at, 0
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        if not torch.is_grad_enabled() and self.step == self.at:
+            raise _Interrupted
+        return super().loss(outputs, batch)
+
+
+@pytest.mark.parametrize("at", [6, STEPS])
+def test_a_job_that_failed_in_an_evaluation_resumes_with_this_evaluation(
+    tmp_path: Path, at: int, uninterrupted: _Outcome
+) -> None:
+    failing = _Failing(at)
+    trainer = _trainer(tmp_path, task=failing)
+    trainer.events.on(StepDone, lambda event: setattr(failing, "step", event.step))
+    with pytest.raises(_Interrupted):
+        trainer.train()
+    again, seen = _trainer(tmp_path), []
+    for kind in (StepDone, EvaluationDone):
+        again.events.on(kind, lambda event, name=kind.__name__: seen.append((name, event.step)))
+    _assert_same(_finish(again, tmp_path), uninterrupted)
+    later = [("StepDone", STEPS), ("EvaluationDone", STEPS)] if at < STEPS else []
+    assert seen == [("EvaluationDone", at), *later]
+
+
+def test_a_job_interrupted_after_an_evaluation_does_not_repeat_it(tmp_path: Path, uninterrupted: _Outcome) -> None:
+    _train_until(_trainer(tmp_path), StepDone, STEPS)
+    again, evaluated = _trainer(tmp_path), []
+    again.events.on(EvaluationDone, lambda event: evaluated.append(event.step))
+    _assert_same(_finish(again, tmp_path), uninterrupted)
+    assert evaluated == [STEPS]
+
+
 def test_a_job_interrupted_after_the_last_checkpoint_resumes(tmp_path: Path, uninterrupted: _Outcome) -> None:
     _train_until(_trainer(tmp_path), CheckpointSaved, STEPS)
     resumed = _finish(_trainer(tmp_path), tmp_path)
@@ -320,8 +358,10 @@ def test_worker_processes_read_the_same_samples(tmp_path: Path) -> None:
     assert worker.losses == whole.losses
 
 
-def _on_ranks(folder: Path, dropout: float, at: int | None) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Train on every rank, to the end or interrupted after a step; return losses and parameters."""
+def _on_ranks(
+    folder: Path, dropout: float, at: int | None, kind: type[Event] = StepDone
+) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """Train on every rank, to the end or interrupted by an event of a step; return losses and parameters."""
     losses: dict[int, float] = {}
     weights: dict[str, torch.Tensor] = {}
 
@@ -336,17 +376,18 @@ def _on_ranks(folder: Path, dropout: float, at: int | None) -> tuple[dict[int, f
     if at is None:
         trainer.train()
     else:
-        _train_until(trainer, StepDone, at)
+        _train_until(trainer, kind, at)
     return losses, weights
 
 
 @pytest.mark.slow
-def test_several_ranks_resume_bitwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "at", "repeated"), [(StepDone, 5, [5, 6, 7]), (EvaluationDone, 6, [7])])
+def test_several_ranks_resume_bitwise(tmp_path: Path, kind: type[Event], at: int, repeated: list[int]) -> None:
     whole = run_ranks(_on_ranks, tmp_path / "whole", 0.5, None, world_size=2)
-    first = run_ranks(_on_ranks, tmp_path / "parts", 0.5, 5, world_size=2)
+    first = run_ranks(_on_ranks, tmp_path / "parts", 0.5, at, kind, world_size=2)
     second = run_ranks(_on_ranks, tmp_path / "parts", 0.5, None, world_size=2)
     for (expected, weights), (before, _), (after, found) in zip(whole, first, second, strict=True):
-        assert list(after) == [5, 6, 7]
+        assert list(after) == repeated
         assert {**before, **after} == expected
         for name, weight in weights.items():
             assert torch.equal(found[name], weight), name
@@ -448,14 +489,15 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in store.folder.iterdir()) == ["job.lock"]
 
 
-def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
-    checkpoint = {"every": 3, "keep_last": 1, "keep_best": 1, "higher_is_better": True, "best_by": "gathered"}
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_best_checkpoints_are_kept(tmp_path: Path, higher: bool) -> None:
+    checkpoint = {"every": 3, "keep_last": 1, "keep_best": 1, "higher_is_better": higher, "best_by": "gathered"}
     trainer = _trainer(tmp_path, steps=9, checkpoint=checkpoint)
     values: dict[int, float] = {}
     trainer.events.on(EvaluationDone, lambda event: values.update({event.step: event.values["gathered"]}))
     trainer.train()
-    best = max(values, key=lambda step: values[step])
-    assert best != 9
+    best = (max if higher else min)(values, key=lambda step: values[step])
+    assert (best != 9) == higher
     kept = CheckpointStore(tmp_path / "run" / "checkpoints").complete()
     assert {info.step: info.metric for info in kept} == {step: values[step] for step in (9, best)}
 
@@ -483,12 +525,24 @@ def test_a_model_of_nans_is_never_saved_nor_the_best(tmp_path: Path, best_by: st
     trainer.events.on(OptimizerDone, spoil)
     with pytest.raises(BadStepError, match=r"after step 9, up\.weight are not finite"):
         trainer.train()
-    assert values[9]["gathered"] == 5.0, "all outputs are NaN"
+    assert list(values) == [3, 6]
     kept = {info.step: info.metric for info in CheckpointStore(tmp_path / "run" / "checkpoints").complete()}
     assert kept == {step: values[step][best_by] for step in kept}
     assert 6 in kept
     assert (max if higher else min)(values[step][best_by] for step in (3, 6)) in kept.values()
     assert not (tmp_path / "run" / "export").exists()
+
+
+def test_an_evaluation_of_nans_is_never_the_best(tmp_path: Path) -> None:
+    class Unstable(_Praising):
+        def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+            return super().loss(outputs if torch.is_grad_enabled() else outputs * torch.nan, batch)
+
+    checkpoint = {"every": 3, "keep_last": 1, "keep_best": 1, "higher_is_better": True, "best_by": "gathered"}
+    trainer = _trainer(tmp_path, steps=6, checkpoint=checkpoint, task=Unstable())
+    assert math.isfinite(trainer.train().evaluation["gathered"])
+    kept = CheckpointStore(tmp_path / "run" / "checkpoints").complete()
+    assert {info.step: info.metric for info in kept} == {6: None}
 
 
 def _rows(folder: Path) -> list[int]:

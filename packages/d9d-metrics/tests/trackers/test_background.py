@@ -366,6 +366,23 @@ def test_state_dict_excludes_durable_values(spool: Path | None) -> None:
     tracker.close()
 
 
+def test_state_dict_has_the_whole_step_of_values_that_are_not_durable(tmp_path: Path) -> None:
+    """A resume deletes this step, also what was durable of it."""
+    path = tmp_path / "metrics.jsonl"
+    tracker = BackgroundTracker(lambda: JsonlTracker(path), name="jsonl")
+    for step in (1, 2):
+        tracker.log(step, {"loss": step})
+    tracker.flush()
+    tracker.log(2, {"evaluation_loss": 3.0})
+    state = tracker.state_dict()
+    assert state["not_durable"] == [[2, {"loss": 2}], [2, {"evaluation_loss": 3.0}]]
+    tracker.close()
+    again = BackgroundTracker(lambda: JsonlTracker(path), name="jsonl")
+    again.resume(2, state)
+    again.close()
+    assert [[*row][2:] for row in read_metrics(path)] == [["loss"], ["loss"], ["evaluation_loss"]]
+
+
 def test_flush_waits_only_once_for_a_tracker_that_hangs() -> None:
     outbox = MemoryOutbox(10)
     outbox.put(Flush())

@@ -69,6 +69,28 @@ def test_resume_drops_later_steps_and_continues(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "metrics-after-step-2.jsonl") == [3, 4]
 
 
+def test_values_of_the_last_kept_step_that_are_logged_again_are_in_the_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(3, {"loss": 3.0})
+    tracker.log(3, {"evaluation_loss": 4.0})  # after the checkpoint of step 3
+    tracker.close()
+    again = JsonlTracker(path)
+    again.resume(3)
+    for values in ({"evaluation_loss": 5.0}, {"evaluation_loss": 6.0}, {"text": 1.0}):
+        again.log(3, values)
+    again.log(4, {"loss": 3.0})
+    again.close()
+    rows = [{name: row[name] for name in row if name != "time"} for row in read_metrics(path)]
+    assert rows == [
+        {"step": 3, "loss": 3.0},
+        {"step": 3, "evaluation_loss": 4.0},
+        {"step": 3, "evaluation_loss": 6.0},
+        {"step": 3, "text": 1.0},
+        {"step": 4, "loss": 3.0},
+    ]
+
+
 def test_repeated_resumes_keep_one_copy_of_later_steps_and_of_the_configuration(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for last in (4, 3, 4):

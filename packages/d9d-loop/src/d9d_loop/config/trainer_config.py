@@ -167,7 +167,7 @@ class CheckpointConfig(LocalTierConfig):
     background: bool = Field(
         default=True,
         description="Write checkpoints in the background, from a copy in host memory. The job waits for the last "
-        "checkpoint.",
+        "checkpoint, and for those of steps that are evaluated.",
     )
     trainable_only: bool = Field(
         default=False,

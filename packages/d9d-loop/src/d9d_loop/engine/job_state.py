@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, UserError, agree, rank_role, refuse_later_writes, seed_everything
+from d9d_dist import DistributedContext, UserError, agree, gather_json, rank_role, refuse_later_writes, seed_everything
 from d9d_loop.engine.optimizer_fit import check_state_fits
 from d9d_loop.engine.subscriber_states import load_subscribers, subscriber_states
 from d9d_loop.event_bus import Events
@@ -43,6 +43,7 @@ class Record:
     Attributes:
         train_loss: Training loss of the last step that was saved; `None` before the first save.
         evaluation: Results of the last evaluation, by name; empty before the first one.
+        evaluated: Step of the last evaluation; 0 before the first one.
         weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
             tokens. Updated at each save; `None` before the first one.
         tracker: State of the trackers; set on the main process only.
@@ -56,13 +57,14 @@ class Record:
     weight_per_second: float | None = None
     tracker: dict[str, JsonValue] = field(default_factory=dict)
     learning_rate: float | None = None
+    evaluated: int = 0
 
     def quality(self, name: str) -> float | None:
-        """Return a metric of the last evaluation; `None` if it does not exist, NaN if the loss was not finite.
+        """Return a metric of this step's evaluation; `None` if it does not exist, NaN if the loss was not finite.
 
         For NaN outputs, other metrics may be good by chance.
         """
-        value = self.evaluation.get(name)
+        value = self.evaluation.get(name) if self.evaluated == self.step else None
         return value if value is None or math.isfinite(self.evaluation["loss"]) else math.nan
 
     def take(self, other: "Record") -> None:
@@ -73,6 +75,11 @@ class Record:
 
 _RECORD = TypeAdapter(Record)
 _AVERAGE = "average."
+
+
+def _dump(record: Record) -> JsonValue:
+    """Return a record as JSON, which has no NaN or infinity, as a loss or a perplexity may be: these become strings."""
+    return json.loads(_RECORD.dump_json(record))
 
 
 class _Stateful(Protocol):
@@ -175,7 +182,8 @@ class JobState:
         self.restored_from = str(info.root)
         state: Any = info.state
         self.optimizer_before = state.get("optimizer_class")
-        record = _RECORD.validate_python(state["record"])
+        # A rank may not see yet that another host amended the state.
+        record = _RECORD.validate_python(gather_json(state["record"], alone=self._ctx.world_size == 1)[0])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         self._restore_average(info, state.get("average"))
@@ -280,6 +288,19 @@ class JobState:
             self._saved = record.step
             self._events.emit(CheckpointSaved(record.step))
 
+    def amend(self, record: Record, *, metric: float | None) -> None:
+        """Add the evaluation of a step to its checkpoint, if it was saved before the evaluation. Collective.
+
+        A resumed job continues after this evaluation. The retention of the best checkpoints uses `metric`.
+
+        Raises:
+            StateError: On every rank, if the file cannot be written.
+        """
+        info = self.restored
+        is_restored = info is not None and info.step == record.step and info.root.parent == self.store.root
+        if is_restored or self._saved == record.step:
+            self.store.amend(record.step, {"record": _dump(record)}, metric=metric, ctx=self._ctx)
+
     def save_local(self, record: Record) -> None:
         """Save the state in the local tiers that are due, in the background. Collective.
 
@@ -294,9 +315,8 @@ class JobState:
         refuse_later_writes(self._model)
         return {
             "tensors": self._tensors(trainable_only=self._trainable_only),
-            # JSON has no NaN or infinity, which a loss or a perplexity may be; the dump writes strings instead.
             "state": {
-                "record": json.loads(_RECORD.dump_json(record)),
+                "record": _dump(record),
                 "config": self._config,
                 "data_identity": self._data_identity,
                 "code": self._code,

@@ -48,6 +48,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
     garbage = garbage_collection(config.host.collect_garbage_every)
     with job.reports, job.loader, garbage as collect_garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
+        _evaluate_if_due(job)  # an earlier start ended after the save of this step, before the end of its evaluation
         batches: list[Any] = []
         while record.step < plan.steps:
             job.watchdog.beat(record.step + 1)
@@ -81,12 +82,12 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 raise BadStepError(
                     f"no update was applied in the steps {ready.step + 1} to {record.step}: all were bad steps."
                 )
-            is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
-            if is_evaluated:
-                _evaluate(job)
             _check_replicas(job)
             slow_host = _check_stragglers(job)
-            _save_if_due(job, result, is_evaluated=is_evaluated)
+            _save_if_due(job, result)
+            _evaluate_if_due(job)
+            if plan.is_saved_locally_after(record.step):
+                _save_locally(job, result)
             if (cause := job.stop.agreed() or slow_host) is not None and not is_last:
                 _save_to_leave(job, result, batches)
                 job.stop.leave()
@@ -159,17 +160,29 @@ def _offloaded(job: Job) -> Generator[None]:
         yield
 
 
-def _evaluate(job: Job) -> None:
-    assert job.evaluate is not None
+def _is_evaluation_due(job: Job) -> bool:
+    """Return True if the last completed step is to be evaluated, and its evaluation is not done yet. Local."""
+    step = job.record.step
+    is_due = step == job.plan.steps or step % job.plan.config.evaluation.every == 0
+    return job.evaluate is not None and is_due and job.record.evaluated != step
+
+
+def _evaluate_if_due(job: Job) -> None:
+    """Evaluate the model if it is due, and add the results to the checkpoint of the step, if any. Collective."""
+    if job.evaluate is None or not _is_evaluation_due(job):
+        return
     record = job.record
     job.events.emit(EvaluationStarted(record.step))
     with job.reports.not_training(), job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
-        record.evaluation = job.evaluate()
+        record.evaluation, record.evaluated = job.evaluate(), record.step
         job.reports.evaluation()
         # A copy, so that a handler cannot change the record.
         values, forward = dict(record.evaluation), job.engine.pipeline.callable()
         with evaluation_mode(job.engine.model):
             job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track))
+    with job.reports.not_training(), job.watchdog.phase("a save"):
+        job.reports.flush()
+        job.state.amend(record, metric=record.quality(job.plan.config.checkpoint.best_by))
 
 
 def _check_replicas(job: Job) -> None:
@@ -192,28 +205,31 @@ def _check_stragglers(job: Job) -> str | None:
     return host
 
 
-def _save_if_due(job: Job, result: StepResult, *, is_evaluated: bool) -> None:
-    """Save a checkpoint, and save in the local tiers, if they are due. Collective."""
+def _save_if_due(job: Job, result: StepResult) -> None:
+    """Save a checkpoint if it is due; complete it before an evaluation, which may fail. Collective."""
     plan, step = job.plan, job.record.step
     if plan.is_saved_after(step):
-        background = plan.config.checkpoint.background and step != plan.steps
-        _save(job, result, background=background, is_evaluated=is_evaluated)
-    if plan.is_saved_locally_after(step):
-        job.reports.settle(result)
-        with job.watchdog.phase("a local save"):
-            check_finite(job.engine.model, step=step, ctx=job.ctx)
-            job.state.save_local(job.record)
+        is_background = plan.config.checkpoint.background and step != plan.steps and not _is_evaluation_due(job)
+        _save(job, result, background=is_background)
 
 
-def _save(job: Job, result: StepResult, *, background: bool, is_evaluated: bool = False) -> None:
+def _save(job: Job, result: StepResult, *, background: bool) -> None:
     record = job.record
     job.reports.settle(result)
     job.events.emit(CheckpointStarted(record.step))
-    metric = record.quality(job.plan.config.checkpoint.best_by) if is_evaluated else None
+    metric = record.quality(job.plan.config.checkpoint.best_by)
     with job.reports.not_training(), job.watchdog.phase("a save"):
         check_finite(job.engine.model, step=record.step, ctx=job.ctx)
         check_buffers(job.engine.model, step=record.step, ctx=job.ctx)
         job.state.save(record, metric=metric, background=background)
+
+
+def _save_locally(job: Job, result: StepResult) -> None:
+    """Save in the local tiers that are due. Collective."""
+    job.reports.settle(result)
+    with job.watchdog.phase("a local save"):
+        check_finite(job.engine.model, step=job.record.step, ctx=job.ctx)
+        job.state.save_local(job.record)
 
 
 def _save_to_leave(job: Job, result: StepResult, batches: list[Any]) -> None:

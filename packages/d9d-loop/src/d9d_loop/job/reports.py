@@ -132,9 +132,13 @@ class Reports:
             self._record.weight_per_second = throughput.item()
             self._record.train_loss = result.loss.item()
             self._record.learning_rate = result.learning_rate
-            self._collector.flush()
-            self._tracker.flush()
-            self._record.tracker = self._tracker.state_dict()
+            self.flush()
+
+    def flush(self) -> None:
+        """Make all values durable, and update the trackers' state in the record."""
+        self._collector.flush()
+        self._tracker.flush()
+        self._record.tracker = self._tracker.state_dict()
 
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
         """Pass values to the tracker and the progress bar, in the collector's thread."""

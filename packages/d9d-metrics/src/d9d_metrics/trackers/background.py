@@ -64,6 +64,7 @@ class BackgroundTracker:
         self._is_resumed = bool(self._state)
         self._start_error: UserError | None = None
         self._not_durable: deque[StepValues] = deque(maxlen=_CAPACITY)
+        self._durable_of_step: list[StepValues] = []  # of the last durable step, which may get more values
         self._num_unflushed = 0
         self._open_attempted, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
@@ -79,6 +80,7 @@ class BackgroundTracker:
             self._outbox.put(Rollback(step))
             kept = [values for values in self._not_durable if values.step <= step]
             self._not_durable = deque(kept, maxlen=_CAPACITY)
+            self._durable_of_step = [values for values in self._durable_of_step if values.step <= step]
             return
         state = dict(state)
         from_checkpoint = _decoded(state.pop(_NOT_DURABLE, []))
@@ -112,6 +114,8 @@ class BackgroundTracker:
             return
         self._outbox.put(Flush())
         if self._outbox.flush(self._flush_seconds):
+            durable = [*self._durable_of_step, *self._not_durable]
+            self._durable_of_step = [values for values in durable if values.step == durable[-1].step]
             self._not_durable.clear()
         else:
             _LOGGER.warning(
@@ -120,9 +124,12 @@ class BackgroundTracker:
             )
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the tracker's last known state, and the values that are not durable."""
-        not_durable = {_NOT_DURABLE: _encoded(self._not_durable)} if self._not_durable else {}
-        return {**self._state, **not_durable}
+        """Return the tracker's last known state, and all values of the steps with values that are not durable."""
+        if not self._not_durable:
+            return dict(self._state)
+        # A resume deletes the whole first step before it logs these values.
+        first = [values for values in self._durable_of_step if values.step == self._not_durable[0].step]
+        return {**self._state, _NOT_DURABLE: _encoded([*first, *self._not_durable])}
 
     def close(self) -> None:
         """Wait up to `close_seconds` for the tracker; undelivered values stay in the spool.

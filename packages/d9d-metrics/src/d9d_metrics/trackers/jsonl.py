@@ -44,12 +44,16 @@ class JsonlTracker(Tracker):
         self._path = path
         self._clock = clock
         self._config: JsonValue = None
+        self._kept: list[tuple[int, set[str]]] = []
         make_folder(path.parent)
         self._file = _open(path)
         sync(path.parent)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
         """Move the lines of steps after `step` to another file, such as `metrics-after-step-20.jsonl`.
+
+        Lines of `step` that the interrupted run logged after its checkpoint stay: the next `log` of the same names for
+        this step is skipped.
 
         If a line is damaged, the whole file is also copied to `metrics-damaged-1.jsonl`, and a warning names it.
         """
@@ -65,6 +69,8 @@ class JsonlTracker(Tracker):
         # A job that fails repeatedly before its next checkpoint repeats these steps: one copy is enough.
         if later and not (aside.exists() and aside.stat().st_size > sum(map(len, later))):
             replace_file(aside, b"".join(later))
+        at_step = [record for _, record in records if record.get("step") == step]
+        self._kept = [(step, record.keys() - RESERVED_NAMES) for record in at_step]
         self._config = next((record["config"] for _, record in reversed(records) if "config" in record), None)
         self._file.close()
         replace_file(self._path, b"".join(kept))
@@ -77,7 +83,7 @@ class JsonlTracker(Tracker):
             self._append({"time": self._clock(), "config": redacted})
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Append a line with the values of a step.
+        """Append a line with the values of a step, unless `resume` has kept a line of the same step and names.
 
         Raises:
             UserError: If a value has a reserved name: `step`, `time` or `config`.
@@ -87,6 +93,9 @@ class JsonlTracker(Tracker):
                 f"got values named {sorted(taken)}; expected names other than {sorted(RESERVED_NAMES)}, which "
                 f"{self._path} uses itself. Rename them."
             )
+        if (logged := (step, set(values))) in self._kept:
+            self._kept.remove(logged)
+            return
         written = {name: self._to_json(step, name, value) for name, value in values.items()}
         self._append({"step": step, "time": self._clock(), **written})
 

@@ -1,5 +1,6 @@
 """Handle of a complete checkpoint on disk: its metadata, JSON state and verification."""
 
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import closing
@@ -11,12 +12,14 @@ from d9d_dist import UserError
 from d9d_state._digests import ALGORITHM, PartRecord
 from d9d_state._member import AnyPath, as_local, open_reader, read_member
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of
-from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
+from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name, without_digest
 from d9d_state.errors import StateError, as_state_error
 from d9d_state.json_value import JsonValue, parse_json
 from d9d_state.object_path import ObjectPath
 from d9d_state.tensor_info import TensorInfo
 
+_LOGGER = logging.getLogger("d9d.state")
+AMENDMENT_NAME = "amendment.json"  # metric and entries of the shared state that `CheckpointStore.amend` replaced
 _STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 
 
@@ -52,8 +55,9 @@ class CheckpointInfo:
 
     @property
     def metric(self) -> float | None:
-        """Metric that was passed to `save`, or `None`."""
-        return self.manifest.metric
+        """Metric that was passed to `save` or, later, to `amend`; `None` without one."""
+        metric = self._amendment().get("metric")
+        return metric if isinstance(metric, float) else self.manifest.metric
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -62,8 +66,12 @@ class CheckpointInfo:
 
     @property
     def state(self) -> JsonValue:
-        """Shared state passed to `save`, read from its file; raises `StateError` if the file is damaged."""
-        return self._read_json(STATE_NAME)
+        """Shared state passed to `save`, with the entries passed to `amend`, read from their files.
+
+        Raises `StateError` if the file of `save` is damaged. A damaged file of `amend` is ignored with a warning.
+        """
+        saved, entries = self._read_json(STATE_NAME), self._amendment().get("entries")
+        return {**saved, **entries} if isinstance(saved, dict) and isinstance(entries, dict) else saved
 
     @property
     def rank_states(self) -> list[JsonValue]:
@@ -79,6 +87,14 @@ class CheckpointInfo:
         return StateError(
             f"{problem} at step {self.step}. Move {self.root} away to resume from the checkpoint before it."
         )
+
+    def _amendment(self) -> dict[str, JsonValue]:
+        path = self.root / AMENDMENT_NAME
+        try:
+            return without_digest(path.read_bytes()) if path.is_file() else {}
+        except (OSError, ValueError, TypeError) as error:
+            _LOGGER.warning("ignoring %s: %s", path, error)
+            return {}
 
     def _read_json(self, name: str) -> JsonValue:
         """Read a JSON file, verify its digest, and parse the verified bytes."""

@@ -10,6 +10,7 @@ from typing import Self, final
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
+from d9d_state import _files
 from d9d_state._member import AnyPath, as_folder, as_local
 from d9d_state._ranks import failing_together, is_main, mesh_shape, num_ranks, rank_of
 from d9d_state.checkpoint._background import Background, Staging
@@ -26,9 +27,9 @@ from d9d_state.checkpoint._folder import (
 from d9d_state.checkpoint._load import load_tensors, mismatches
 from d9d_state.checkpoint._tier_search import TierStep
 from d9d_state.checkpoint._verify import num_threads
-from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete, step_of
+from d9d_state.checkpoint.info import AMENDMENT_NAME, CheckpointInfo, folder_name, open_complete, step_of
 from d9d_state.checkpoint.local_tier import LocalTier
-from d9d_state.checkpoint.manifest import MANIFEST_NAME
+from d9d_state.checkpoint.manifest import MANIFEST_NAME, with_digest
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
@@ -254,6 +255,38 @@ class CheckpointStore:
 
         self._background.start(f"saving {job.folder}", work)
 
+    def amend(
+        self,
+        step: int,
+        entries: Mapping[str, JsonValue],
+        *,
+        metric: float | None = None,
+        ctx: DistributedContext | None = None,
+    ) -> None:
+        """Add results that were measured after a save to its checkpoint; then delete old checkpoints. Collective.
+
+        The results are one more file, written atomically. A second call replaces those of the first one.
+
+        Args:
+            step: Step of a complete checkpoint of the run.
+            entries: Entries that replace those of the shared state, which must be a JSON object.
+            metric: Quality of the model, for `Retention(best=...)`. `None` or a non-finite one keeps that of `save`.
+            ctx: Distributed context; `None` for a single process.
+
+        Raises:
+            UserError: On every rank, if the run has no complete checkpoint of the step.
+            StateError: On every rank, if writing failed, or a previous background save failed.
+        """
+        self.wait()
+        folder, value = self.root / folder_name(step), _finite(metric, step)
+        with failing_together(ctx, f"{folder} could not be written"):
+            if is_main(ctx):
+                if next(self._of_run(above=step - 1, up_to=step), None) is None:
+                    raise UserError(f"got step = {step}, but {self.root} has no complete checkpoint of it; save first.")
+                body = with_digest({"entries": dict(entries), "metric": value})
+                _files.replace_file(folder / AMENDMENT_NAME, body)
+                self._apply_retention(self._run_id.current())
+
     def save_local(
         self,
         step: int,
@@ -418,11 +451,7 @@ class CheckpointStore:
         agree(problem, error=StateError, alone=ctx is None)
         plan = self._planner.plan(tensors, ctx)
         self._clear_path(folder, ctx)
-        if metric is not None and not math.isfinite(metric):
-            _LOGGER.warning("the metric of step %d is %s; the checkpoint is saved without a metric", step, metric)
-            metric = None
-        metric = None if metric is None else float(metric)
-        return SaveJob(folder, run_id, step, metric, mesh_shape(ctx), plan, *texts, ctx)
+        return SaveJob(folder, run_id, step, _finite(metric, step), mesh_shape(ctx), plan, *texts, ctx)
 
     def _clear_path(self, folder: AnyPath, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective.
@@ -479,8 +508,12 @@ class CheckpointStore:
                 discard_incomplete(self.root)
             except StateError as error:
                 _LOGGER.warning("%s", error)
+        self._apply_retention(job.run_id)
+
+    def _apply_retention(self, run_id: str) -> None:
+        """Delete the checkpoints that the retention policy does not keep. Main process only."""
         if self._retention.last is not None:
-            delete_old(self.root, self._retention, run_id=job.run_id, damaged=self._damaged)
+            delete_old(self.root, self._retention, run_id=run_id, damaged=self._damaged)
 
     def _local_steps(self, ctx: DistributedContext | None) -> list[tuple[LocalTier, TierStep]]:
         """Return the complete steps of the local tiers, newest first, then fastest tier first. Collective."""
@@ -489,3 +522,11 @@ class CheckpointStore:
             return []
         found = [(tier, step) for tier in self.tiers for step in tier.steps(run_id, ctx)]
         return sorted(found, key=lambda pair: -pair[1].step)
+
+
+def _finite(metric: float | None, step: int) -> float | None:
+    """Return the metric of a step as a float; `None`, with a warning, if it is not finite."""
+    if metric is not None and not math.isfinite(metric):
+        _LOGGER.warning("the metric of step %d is %s; the checkpoint is saved without a metric", step, metric)
+        return None
+    return None if metric is None else float(metric)
