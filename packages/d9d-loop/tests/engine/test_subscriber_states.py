@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop import Events, Loss, StepDone, StepStarted, Task, Trainer, TrainerConfig, on_event
+from d9d_loop import EvaluationDone, Events, Loss, StepDone, StepStarted, Task, Trainer, TrainerConfig, on_event
 from d9d_loop.engine.job_state import JobState, Record
 from d9d_state import CheckpointStore
 
@@ -44,12 +44,27 @@ class Fit(Task):
         return Loss.sum((outputs - batch["x"].sum(1, keepdim=True)).square(), len(outputs))
 
 
-def _train(folder: Path, *subscribers: object, stop_in: int | None = None) -> None:
+class Evaluations(Average):
+    """Subscriber that counts evaluations, and fails in one of them."""
+
+    def __init__(self, fail_in: int | None = None) -> None:
+        super().__init__()
+        self.fail_in = fail_in
+
+    @on_event(EvaluationDone)
+    def evaluate(self, event: EvaluationDone) -> None:
+        if event.step == self.fail_in:
+            raise KeyboardInterrupt
+        self.count += 10
+
+
+def _train(folder: Path, *subscribers: object, stop_in: int | None = None, evaluate: bool = False) -> None:
     config = TrainerConfig.model_validate(
         {
             "steps": 5,
             "batch": {"global_size": 2},
             "checkpoint": {"every": 2},
+            **({"evaluation": {"every": 2}} if evaluate else {}),
             "run": {"folder": folder},
             "export": False,
             "trackers": (),
@@ -57,7 +72,8 @@ def _train(folder: Path, *subscribers: object, stop_in: int | None = None) -> No
         }
     )
     data = [{"x": torch.full((3,), float(i))} for i in range(10)]
-    trainer = Trainer(config, model=lambda _: nn.Linear(3, 1), data=data, task=Fit())
+    held_out = data[:2] if evaluate else None
+    trainer = Trainer(config, model=lambda _: nn.Linear(3, 1), data=data, task=Fit(), evaluation_data=held_out)
     trainer.events.subscribe(*subscribers)
 
     def stop(event: StepStarted) -> None:
@@ -78,6 +94,17 @@ def test_a_resumed_subscriber_ends_like_an_uninterrupted_one(tmp_path: Path) -> 
     for found, expected in zip(resumed, whole, strict=True):
         assert (found.count, found.average.dtype) == (5, torch.bfloat16)
         assert torch.equal(found.average, expected.average)
+
+
+@pytest.mark.parametrize(("fail_in", "stop_in"), [(2, None), (None, 3), (5, None)])
+def test_an_evaluation_after_the_save_of_its_step_changes_the_saved_state_once(
+    tmp_path: Path, fail_in: int | None, stop_in: int | None
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _train(tmp_path, Evaluations(fail_in), stop_in=stop_in, evaluate=True)
+    resumed = Evaluations()
+    _train(tmp_path, resumed, evaluate=True)
+    assert resumed.count == 5 + 3 * 10
 
 
 class _Unsaveable(Average):

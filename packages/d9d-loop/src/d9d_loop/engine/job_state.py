@@ -201,7 +201,8 @@ class JobState:
             set_rng_state(same_role[0]["random"])
         else:
             seed_everything(self._seed, self._ctx, step=record.step)
-        load_subscribers(self._events, same_role or rank_states)
+        saved = state.get("subscribers", rank_states)  # handlers of an evaluation may have changed them after the save
+        load_subscribers(self._events, [each for each in saved if each["role"] == role] or saved)
         return record
 
     def check_optimizer(self) -> None:
@@ -291,7 +292,8 @@ class JobState:
     def amend(self, record: Record, *, metric: float | None) -> None:
         """Add the evaluation of a step to its checkpoint, if it was saved before the evaluation. Collective.
 
-        A resumed job continues after this evaluation. The retention of the best checkpoints uses `metric`.
+        The states of subscribers, which may have handled the evaluation, are added too. A resumed job continues after
+        the evaluation. The retention of the best checkpoints uses `metric`.
 
         Raises:
             StateError: On every rank, if the file cannot be written.
@@ -299,7 +301,10 @@ class JobState:
         info = self.restored
         is_restored = info is not None and info.step == record.step and info.root.parent == self.store.root
         if is_restored or self._saved == record.step:
-            self.store.amend(record.step, {"record": _dump(record)}, metric=metric, ctx=self._ctx)
+            own = {"role": rank_role(self._ctx), "subscribers": subscriber_states(self._events)}
+            states = gather_json(own, alone=self._ctx.world_size == 1)
+            entries = {"record": _dump(record), "subscribers": states}
+            self.store.amend(record.step, entries, metric=metric, ctx=self._ctx)
 
     def save_local(self, record: Record) -> None:
         """Save the state in the local tiers that are due, in the background. Collective.
