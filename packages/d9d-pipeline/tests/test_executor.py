@@ -97,6 +97,18 @@ def test_rejects_a_loss_without_a_gradient() -> None:
         executor.step([Inputs(torch.ones(2))], lambda outputs, microbatch: torch.zeros(()))
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_rejects_a_loss_that_is_a_vector(num_stages: int) -> None:
+    schedule = _AllStagesHere(num_stages) if num_stages > 1 else OneForwardOneBackward()
+    stages = {index: nn.Linear(2, 2) for index in range(num_stages)}
+    executor = Executor(build(schedule, num_ranks=1, num_microbatches=2), stages)
+    for shape, loss in (((3, 2), lambda outputs, _: outputs), ((1,), lambda outputs, _: outputs.sum().view(1))):
+        with pytest.raises(UserError) as error:
+            executor.step([Inputs(torch.ones(3, 2))] * 2, loss)
+        assert str(error.value) == f"got a loss of microbatch 0 of shape {shape}; expected a 0-dim tensor. Sum it."
+        assert all(parameter.grad is None for stage in stages.values() for parameter in stage.parameters())
+
+
 class _ReductionCounter(TorchDispatchMode):
     """Counts collectives by name; torch's own `CommDebugMode` does not work with FSDP before torch 2.15."""
 
