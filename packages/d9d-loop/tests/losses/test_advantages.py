@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,6 +97,36 @@ def test_equal_rewards_give_advantage_zero_at_any_magnitude(baseline: Baseline, 
                 found = normalize_advantages(rewards, ids, num_prompts=1, baseline=baseline, scale=scale)
                 assert found.eq(0).all(), (dtype, size, reward)
                 assert found.dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), FORMS)
+def test_rewards_that_are_not_finite_give_no_advantage_of_zero(baseline: Baseline, scale: AdvantageScale) -> None:
+    for reward in (torch.nan, torch.inf):
+        rewards = REWARDS.clone()
+        rewards[1] = reward
+        found = normalize_advantages(rewards, PROMPTS, num_prompts=4, baseline=baseline, scale=scale)
+        assert not found[1].isfinite()
+        assert (baseline, scale) == ("none", "none") or not found[:3].isfinite().any()
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [each for each in FORMS if each != ("none", "none")])
+def test_equal_rewards_give_advantage_zero_without_epsilon(baseline: Baseline, scale: AdvantageScale) -> None:
+    for size in (1, 4):
+        rewards, ids = torch.full((size,), 0.3), torch.zeros(size, dtype=torch.int64)
+        found = normalize_advantages(rewards, ids, num_prompts=1, baseline=baseline, scale=scale, epsilon=0.0)
+        assert found.eq(0).all()
+
+
+def test_unknown_options_are_an_error() -> None:
+    for options, message in (
+        ({"baseline": "mean"}, "baseline = 'mean'; expected one of group_mean, leave_one_out, none"),
+        ({"scale": "std"}, "scale = 'std'; expected one of group_std, batch_std, none"),
+        ({"epsilon": -1.0}, r"epsilon = -1.0; expected 0 or more"),
+        ({"epsilon": torch.nan}, r"epsilon = nan; expected 0 or more"),
+    ):
+        wrong: dict[str, Any] = options
+        with pytest.raises(UserError, match=message):
+            normalize_advantages(REWARDS, PROMPTS, num_prompts=4, **wrong)
 
 
 def test_small_differences_of_large_rewards_count() -> None:

@@ -90,3 +90,27 @@ def test_unused_slots_belong_to_the_rest_whatever_token_they_name() -> None:
     assert_close(*(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found.total, expected)))
     same = DistillationLoss()(teacher.gather(-1, ids), teacher_log_probs_BLK=given, mask_BL=every)
     assert_close(same.total, torch.zeros((), dtype=torch.float64))
+
+
+def test_values_that_torch_would_broadcast_are_an_error() -> None:
+    student, teacher, mask = _log_probs(4), _log_probs(4), torch.ones(2, 5, dtype=torch.bool)
+    loss = DistillationLoss(with_rest=False)
+    with pytest.raises(
+        UserError, match=r"teacher_log_probs_BLK has shape \(2, 5, 1\), and the log-probabilities \(2, 5, 4"
+    ):
+        loss(student, teacher_log_probs_BLK=teacher[..., :1], mask_BL=mask)
+    with pytest.raises(UserError, match=r"mask_BL has shape \(1, 5\)"):
+        loss(student, teacher_log_probs_BLK=teacher, mask_BL=mask[:1])
+    with pytest.raises(UserError, match=r"auxiliary_losses_BL has shape \(2, 1\)"):
+        loss(student, teacher_log_probs_BLK=teacher, mask_BL=mask, auxiliary_losses_BL=torch.ones(2, 1))
+
+
+def test_logits_of_a_teacher_are_an_error_and_its_gradient_is_dropped() -> None:
+    student, teacher, mask = _log_probs(), _log_probs().requires_grad_(), torch.ones(2, 5, dtype=torch.bool)
+    with pytest.raises(UserError, match=r"probabilities of the candidates of a position sum to .*; expected at most 1"):
+        DistillationLoss()(student, teacher_log_probs_BLK=teacher + 0.5, mask_BL=mask)
+    assert not DistillationLoss()(student, teacher_log_probs_BLK=teacher.bfloat16(), mask_BL=mask).total.requires_grad
+    empty = DistillationLoss()(student[:0], teacher_log_probs_BLK=teacher[:0], mask_BL=mask[:0])
+    assert empty.total == 0
+    outside = torch.where(mask.unsqueeze(-1), torch.nan, teacher)
+    assert DistillationLoss()(student, teacher_log_probs_BLK=outside, mask_BL=~mask).total == 0

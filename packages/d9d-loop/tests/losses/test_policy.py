@@ -155,6 +155,9 @@ def test_router_losses_are_averaged_like_token_losses(average: Average) -> None:
         ({"clipping": "ppo"}, "clipping = 'ppo'; expected one of clip, stop_gradient, none"),
         ({"kl_form": "k4"}, "kl_form = 'k4'; expected one of k1, k2, k3"),
         ({"average": "token"}, "average = 'token'; expected one of tokens, sequences, constant"),
+        ({"kl_weight": torch.nan}, "kl_weight = nan; expected a finite number"),
+        ({"clip_high": torch.nan}, "clip_high = nan; expected a finite number"),
+        ({"max_ratio": torch.nan}, "max_ratio = nan; expected a finite number"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -199,6 +202,24 @@ def test_values_that_torch_would_broadcast_are_refused() -> None:
         sampled.ours(PolicyLoss())
 
 
+def test_values_of_other_policies_are_constants() -> None:
+    """The log-probabilities of the policy itself may be passed with their graph."""
+    sampled, loss = Sampled(), PolicyLoss(kl_weight=0.1, kl_form="k2")
+    gradients = []
+    for same in (sampled.policy, sampled.policy.detach()):
+        found = sampled.ours(loss, old_log_probs_BL=same, reference_log_probs_BL=same + 0.5, importance_BL=same.exp())
+        gradients.append(torch.autograd.grad(found, sampled.policy)[0])
+    assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+    assert gradients[0].any()
+
+
+def test_masks_are_bool() -> None:
+    sampled = Sampled()
+    sampled.rows.mask = sampled.rows.mask.long()
+    with pytest.raises(UserError, match=r"mask_BL has dtype torch.int64; expected torch.bool. Pass mask_BL.bool\(\)"):
+        sampled.ours(PolicyLoss())
+
+
 def test_k1_and_k3_have_the_divergence_as_their_mean() -> None:
     policy, reference = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
     expected = (policy.exp() * (policy - reference)).sum()
@@ -233,6 +254,18 @@ def test_the_weight_of_a_sequence_is_the_truncated_product_of_token_ratios() -> 
     )
     for weights, ours, theirs in zip(*map(rows.take, (found, trained, rollout)), strict=True):
         assert_close(weights, (ours - theirs).exp().prod().clamp(max=1.05).expand_as(weights))
+
+
+def test_ratios_need_equal_shapes_and_a_known_level() -> None:
+    rows = packed_rows()
+    values, wrong = rows.values(), "answer"
+    options: dict[str, Any] = {"mask_BL": rows.mask, "document_ids_BL": rows.document_ids}
+    with pytest.raises(
+        UserError, match=r"rollout_log_probs_BL has shape \(3, 1\), and the log-probabilities \(3, 24\)"
+    ):
+        truncated_importance(values, values[:, :1], **options)
+    with pytest.raises(UserError, match="level = 'answer'; expected one of token, sequence"):
+        truncated_importance(values, values, level=wrong, **options)  # ty: ignore[invalid-argument-type]
 
 
 def test_a_maximum_below_one_is_refused() -> None:

@@ -140,11 +140,41 @@ def test_a_pair_without_labels_is_not_counted() -> None:
         ({"kind": "hinge", "target_margin": 0.1}, "target_margin is set, but the kind 'hinge' does not use it"),
         ({"answer_weight": -1.0}, "answer_weight = -1.0; expected 0 or more"),
         ({"kind": "DPO"}, "kind = 'DPO'; expected one of sigmoid, squared, hinge"),
+        ({"beta": torch.nan}, "beta = nan; expected a finite number"),
+        ({"target_margin": torch.inf}, "target_margin = inf; expected a finite number"),
+        ({"answer_weight": torch.nan}, "answer_weight = nan; expected a finite number"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         PreferenceLoss(**options)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "squared", "hinge"])
+def test_values_of_an_answer_without_a_partner_do_not_count(kind: Any) -> None:
+    rows, loss = packed_rows(), PreferenceLoss(kind=kind)
+    rows.mask[0][rows.document_ids[0] == 1] = False
+    found = []
+    for value in (0.0, -torch.inf):
+        torch.manual_seed(0)
+        policy = rows.values()
+        policy[0][rows.document_ids[0] == 0] = value
+        policy.requires_grad_()
+        total = loss(policy, reference_log_probs_BL=None, mask_BL=rows.mask, document_ids_BL=rows.document_ids).total
+        found.append((total, *torch.autograd.grad(total, policy)))
+    assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_the_reference_is_a_constant() -> None:
+    rows = packed_rows()
+    policy = rows.values().requires_grad_()
+    gradients = []
+    for reference in (policy * 0.9, policy.detach() * 0.9):
+        found = PreferenceLoss()(
+            policy, reference_log_probs_BL=reference, mask_BL=rows.mask, document_ids_BL=rows.document_ids
+        )
+        gradients.append(torch.autograd.grad(found.total, policy)[0])
+    assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 def test_the_loss_equals_its_formula() -> None:
@@ -184,7 +214,24 @@ def test_padding_is_not_counted_as_an_answer() -> None:
     assert found.weight == 3
 
 
+def test_scores_of_documents_without_a_partner_do_not_count() -> None:
+    documents, positions = torch.tensor([[0, 0, 1, 3, 4, 4]]), torch.arange(6)[None]
+    scores = torch.tensor([[torch.nan, 2.0, 3.0, torch.inf, 1.0, torch.nan]], requires_grad=True)
+    found = RewardLoss(centering=0.1)(scores, position_ids_BL=positions, document_ids_BL=documents)
+    assert_close(found.total, -F.logsigmoid(torch.tensor(2.0 - 3.0)) + 0.1 * 25.0)
+    (gradient,) = torch.autograd.grad(found.total, scores)
+    assert gradient[0].nonzero().flatten().tolist() == [1, 2]
+
+
+def test_equal_positions_in_a_document_are_an_error() -> None:
+    documents = torch.tensor([[0, 0, 1, 1]])
+    with pytest.raises(UserError, match=r"several positions of a document have its largest position id; expected asc"):
+        RewardLoss()(torch.ones(1, 4), position_ids_BL=torch.zeros(1, 4).long(), document_ids_BL=documents)
+
+
 def test_negative_centering_is_refused() -> None:
+    with pytest.raises(UserError, match=r"margin = nan; expected a finite number"):
+        RewardLoss(margin=torch.nan)
     with pytest.raises(UserError, match=r"centering = -1.0; expected 0 or more"):
         RewardLoss(centering=-1.0)
 

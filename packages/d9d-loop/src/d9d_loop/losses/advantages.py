@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_dist.errors import check_choice
 
 Baseline: TypeAlias = Literal["group_mean", "leave_one_out", "none"]
 """Value that is subtracted from a reward."""
@@ -41,8 +42,9 @@ def normalize_advantages(
     `group_std` needs a baseline: without one, rewards that are equal for a prompt would be divided by `epsilon` alone.
     `batch_std` also subtracts the mean of the batch. Standard deviations of n values have the divisor n - 1. The
     answers of a prompt may be on several ranks. Differences to a mean that are mere rounding count as 0, so equal
-    rewards give advantage 0 at any magnitude. Collectives over `group`: at most four all-reduces of G values, and with
-    `batch_std` three all-reduces of a scalar.
+    rewards give advantage 0 at any magnitude. A NaN reward gives NaN for its prompt, so the step is bad.
+
+    Collectives over `group`: at most four all-reduces of G values, and with `batch_std` three all-reduces of a scalar.
 
     Args:
         rewards_S: Reward of each answer of this rank [S].
@@ -54,9 +56,14 @@ def normalize_advantages(
         group: Ranks that hold the answers of the batch: the data-parallel ranks. None if this rank holds all of them.
 
     Raises:
-        UserError: If `group_std` has no baseline, the shapes differ, or a prompt id on the CPU is out of range. Also if
-            several ranks run without `group`, and this rank has no answer of a prompt.
+        UserError: If an option is unknown, `epsilon` is negative, `group_std` has no baseline, the shapes differ, or a
+            prompt id on the CPU is out of range. Also if several ranks run without `group`, and this rank has no answer
+            of a prompt.
     """
+    check_choice("baseline", baseline, Baseline)
+    check_choice("scale", scale, AdvantageScale)
+    if not epsilon >= 0.0:
+        raise UserError(f"epsilon = {epsilon}; expected 0 or more, such as 1e-4.")
     if baseline == "none" and scale == "group_std":
         raise UserError(
             'baseline = "none" with scale = "group_std" would divide rewards that are equal for a prompt by epsilon '
@@ -95,7 +102,13 @@ def _difference(values_S: Tensor, mean: Tensor, count: Tensor) -> Tensor:
     """Return the values minus a mean of `count` values; 0 where the difference is not larger than rounding."""
     difference_S = values_S - mean
     rounding = 2.0 * torch.finfo(values_S.dtype).eps * count * mean.abs()
-    return torch.where(difference_S.abs() > rounding, difference_S, 0.0)
+    is_zero_S = (difference_S.abs() <= rounding) & mean.isfinite()  # NaN stays NaN
+    return torch.where(is_zero_S, 0.0, difference_S)
+
+
+def _quotient(values_S: Tensor, scale: Tensor) -> Tensor:
+    """Return the values divided by a scale; 0 for a value of 0, also if the scale is 0."""
+    return torch.where(values_S == 0, 0.0, values_S / scale)
 
 
 def _subtract_baseline(values_S: Tensor, baseline: Baseline, sums: "_Sums", counts_S: Tensor) -> Tensor:
@@ -120,12 +133,12 @@ def _divide_by_scale(
             mean_S = sums.of_prompts(values_S) / counts_S
             squares_S = _difference(values_S, mean_S, counts_S).square()
             variance_S = sums.of_prompts(squares_S) / (counts_S - 1.0).clamp(min=1.0)
-            return values_S / (variance_S.sqrt() + epsilon)
+            return _quotient(values_S, variance_S.sqrt() + epsilon)
         case "batch_std":
             count = sums.of_batch(torch.ones_like(values_S))
             values_S = _difference(values_S, sums.of_batch(values_S) / count, count)
             variance = sums.of_batch(values_S.square()) / (count - 1.0).clamp(min=1.0)
-            return values_S / (variance.sqrt() + epsilon)
+            return _quotient(values_S, variance.sqrt() + epsilon)
         case "none":
             return values_S
         case _:

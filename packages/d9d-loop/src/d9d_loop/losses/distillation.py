@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_loop.losses.checks import check_shapes
 from d9d_loop.task import Loss
+
+_LARGEST_SUM = 1.05  # log-probabilities may be rounded to bfloat16
 
 
 @final
@@ -50,14 +53,23 @@ class DistillationLoss:
     ) -> Loss:
         """Compute the sum over the positions in the mask; the weight is their number. No collectives.
 
+        Gradients flow only through `log_probs_BLK` and `auxiliary_losses_BL`.
+
         Args:
             log_probs_BLK: The student's log-probabilities of the candidates [B, L, K].
             teacher_log_probs_BLK: The teacher's log-probabilities of the same tokens. Slots with -inf are unused, for
                 fewer than K candidates: their tokens belong to the rest.
             mask_BL: Positions [B, L] that contribute to the loss, bool.
             auxiliary_losses_BL: Router losses of each position [B, L], added to its loss.
+
+        Raises:
+            UserError: If the shapes differ. On the CPU, if the teacher's probabilities sum to more than 1.
         """
-        teacher_BLK = teacher_log_probs_BLK.to(log_probs_BLK.dtype)
+        check_shapes(log_probs_BLK, teacher_log_probs_BLK=teacher_log_probs_BLK)
+        check_shapes(log_probs_BLK[..., 0], mask_BL=mask_BL, auxiliary_losses_BL=auxiliary_losses_BL)
+        teacher_BLK = teacher_log_probs_BLK.detach().to(log_probs_BLK.dtype)
+        if self.with_rest and mask_BL.device.type == "cpu":
+            _check_probabilities(teacher_BLK, mask_BL)
         if self.normalized:
             teacher_BLK = teacher_BLK.log_softmax(dim=-1)
         is_used_BLK = teacher_BLK.exp() > 0.0
@@ -81,3 +93,12 @@ def _log_rest(log_probs_BLK: Tensor, is_used_BLK: Tensor) -> Tensor:
     covered_BL = torch.where(is_used_BLK, log_probs_BLK, -torch.inf).exp().sum(dim=-1)
     smallest = torch.finfo(log_probs_BLK.dtype).eps
     return torch.log1p(-covered_BL.clamp(max=1.0 - smallest))
+
+
+def _check_probabilities(teacher_BLK: Tensor, mask_BL: Tensor) -> None:
+    largest = torch.where(mask_BL, teacher_BLK.float().logsumexp(dim=-1), -torch.inf).exp().max() if len(mask_BL) else 0
+    if largest > _LARGEST_SUM:
+        raise UserError(
+            f"the teacher's probabilities of the candidates of a position sum to {float(largest):.3g}; expected at "
+            "most 1. Pass log-probabilities (log_softmax of the logits) of different tokens."
+        )

@@ -51,16 +51,6 @@ def sum_per_document(
     return copy_to_axis(reduce_from_axis(sums_BN, cp), cp)
 
 
-def check_shapes(log_probs_BL: Tensor, **others: Tensor | None) -> None:
-    """Raise `UserError` unless all tensors have the shape of the log-probabilities: torch would broadcast them."""
-    for name, values in others.items():
-        if values is not None and values.shape != log_probs_BL.shape:
-            raise UserError(
-                f"{name} has shape {tuple(values.shape)}, and the log-probabilities {tuple(log_probs_BL.shape)}; "
-                "expected equal shapes [B, L]: a value for each position of the packed rows."
-            )
-
-
 def take_pairs(sums_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of chosen and rejected documents, [B, P] each: documents 2p and 2p + 1 are pair p."""
     return sums_BN[:, 0 : sums_BN.shape[1] // 2 * 2 : 2], sums_BN[:, 1::2]

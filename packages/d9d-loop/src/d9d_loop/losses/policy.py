@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
-from d9d_loop.losses.document_sums import check_shapes, num_replicas, sum_per_document
+from d9d_loop.losses.checks import check_finite, check_shapes
+from d9d_loop.losses.document_sums import num_replicas, sum_per_document
 from d9d_loop.task import Loss
 
 KlForm: TypeAlias = Literal["k1", "k2", "k3"]
@@ -74,10 +75,11 @@ def truncated_importance(
         cp: See `sum_per_document`.
 
     Raises:
-        UserError: If `maximum` is below 1, or the level is unknown.
+        UserError: If `maximum` is below 1, `level` is unknown, or the shapes differ.
     """
     check_choice("level", level, ImportanceLevel)
-    if maximum < 1.0:
+    check_shapes(log_probs_BL, rollout_log_probs_BL=rollout_log_probs_BL, mask_BL=mask_BL)
+    if not maximum >= 1.0:
         raise UserError(f"maximum = {maximum}; expected 1 or more: below 1, on-policy tokens would be scaled down.")
     with torch.no_grad():
         ratios_BL = torch.where(mask_BL, log_probs_BL - rollout_log_probs_BL, 0.0)
@@ -129,7 +131,7 @@ class PolicyLoss:
         max_length: Divisor of `constant`: the largest number of tokens of an answer, or 1 for the sum over its tokens.
 
     Raises:
-        UserError: If a value is out of range, or `max_ratio` or `max_length` does not fit the other options.
+        UserError: If a value is unknown or out of range, or `max_ratio` or `max_length` does not fit the other options.
     """
 
     ratio_level: ImportanceLevel = "token"
@@ -147,6 +149,7 @@ class PolicyLoss:
         check_choice("clipping", self.clipping, Clipping)
         check_choice("kl_form", self.kl_form, KlForm)
         check_choice("average", self.average, Average)
+        check_finite(clip_high=self.clip_high, max_ratio=self.max_ratio, kl_weight=self.kl_weight)
         if not 0.0 < self.clip_low <= 1.0 or self._high <= 0.0:
             raise UserError(
                 f"clip_low = {self.clip_low} and clip_high = {self.clip_high}; expected both above 0, and clip_low at "
@@ -180,6 +183,8 @@ class PolicyLoss:
     ) -> Loss:
         """Compute the sum over the sampled tokens of packed rows, and its weight.
 
+        Gradients flow only through `log_probs_BL` and `auxiliary_losses_BL`.
+
         Args:
             log_probs_BL: Log-probability of each sampled token under the policy [B, L].
             advantages_BL: Advantage of each sampled token [B, L], usually the advantage of its answer.
@@ -210,8 +215,8 @@ class PolicyLoss:
             importance_BL=importance_BL,
             auxiliary_losses_BL=auxiliary_losses_BL,
         )
-        log_probs_BL, advantages_BL = (torch.where(mask_BL, each, 0.0) for each in (log_probs_BL, advantages_BL))
-        old_BL = log_probs_BL.detach() if old_log_probs_BL is None else torch.where(mask_BL, old_log_probs_BL, 0.0)
+        log_probs_BL, advantages_BL = torch.where(mask_BL, log_probs_BL, 0.0), _constant(advantages_BL, mask_BL)
+        old_BL = log_probs_BL.detach() if old_log_probs_BL is None else _constant(old_log_probs_BL, mask_BL)
         lengths_BN = sum_per_document(mask_BL.to(log_probs_BL.dtype), document_ids_BL, cp=cp)
         lengths_BL = lengths_BN.gather(1, document_ids_BL).clamp(min=1.0)
         log_ratio_BL = log_probs_BL - old_BL
@@ -220,9 +225,9 @@ class PolicyLoss:
             log_ratio_BL = sums_BN.gather(1, document_ids_BL) / lengths_BL
         losses_BL = self._losses(log_ratio_BL.exp(), log_probs_BL, advantages_BL)
         if importance_BL is not None:
-            losses_BL = losses_BL * torch.where(mask_BL, importance_BL, 1.0)
+            losses_BL = losses_BL * _constant(importance_BL, mask_BL)
         if reference_log_probs_BL is not None:
-            reference_BL = torch.where(mask_BL, reference_log_probs_BL, 0.0)
+            reference_BL = _constant(reference_log_probs_BL, mask_BL)
             losses_BL = losses_BL + self.kl_weight * kl_divergence(log_probs_BL, reference_BL, form=self.kl_form)
         if auxiliary_losses_BL is not None:
             losses_BL = losses_BL + auxiliary_losses_BL
@@ -255,3 +260,8 @@ class PolicyLoss:
                 return -ratio_BL * advantages_BL
             case _:
                 assert_never(self.clipping)
+
+
+def _constant(values_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """Return values without gradient, 0 outside the mask."""
+    return torch.where(mask_BL, values_BL.detach(), 0.0)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
-from d9d_loop.losses.document_sums import check_ids, check_shapes, num_replicas, sum_per_document, take_pairs
+from d9d_loop.losses.checks import check_finite, check_shapes
+from d9d_loop.losses.document_sums import check_ids, num_replicas, sum_per_document, take_pairs
 from d9d_loop.task import Loss
 
 PreferenceKind: TypeAlias = Literal["sigmoid", "squared", "hinge"]
@@ -46,7 +47,7 @@ class PreferenceLoss:
         target_margin: Margin $\gamma$ to reach; only for `sigmoid`.
 
     Raises:
-        UserError: If a value is out of range, or is set but not used by `kind`.
+        UserError: If a value is unknown or out of range, or is set but not used by `kind`.
     """
 
     beta: float = 0.1
@@ -58,6 +59,7 @@ class PreferenceLoss:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, PreferenceKind)
+        check_finite(beta=self.beta, target_margin=self.target_margin, answer_weight=self.answer_weight)
         if self.beta <= 0.0:
             raise UserError(f"beta = {self.beta}; expected a number above 0, such as 0.1.")
         if not 0.0 <= self.label_smoothing < 0.5:
@@ -130,7 +132,7 @@ class PreferenceLoss:
         The reward margin that DPO reports is `beta * h`; its accuracy is the share of pairs with h above 0.
         """
         check_shapes(log_probs_BL, reference_log_probs_BL=reference_log_probs_BL, mask_BL=mask_BL)
-        ratios_BL = log_probs_BL if reference_log_probs_BL is None else log_probs_BL - reference_log_probs_BL
+        ratios_BL = log_probs_BL if reference_log_probs_BL is None else log_probs_BL - reference_log_probs_BL.detach()
         # torch.where instead of a product, because a log-probability outside the mask may be infinite.
         scores_BN = sum_per_document(torch.where(mask_BL, ratios_BL, 0.0), document_ids_BL, cp=cp)
         lengths_BN = _lengths(log_probs_BL, mask_BL, document_ids_BL, cp)
@@ -138,7 +140,8 @@ class PreferenceLoss:
             scores_BN = scores_BN / lengths_BN.clamp(min=1.0)
         chosen_BP, rejected_BP = take_pairs(scores_BN)
         num_chosen_BP, num_rejected_BP = take_pairs(lengths_BN)
-        return chosen_BP - rejected_BP, (num_chosen_BP > 0) & (num_rejected_BP > 0)
+        is_pair_BP = (num_chosen_BP > 0) & (num_rejected_BP > 0)
+        return torch.where(is_pair_BP, chosen_BP - rejected_BP, 0.0), is_pair_BP
 
     def _losses(self, margins_BP: Tensor) -> Tensor:
         match self.kind:
@@ -180,13 +183,14 @@ class RewardLoss:
         margin: Margin $m$ ("Llama 2", arXiv:2307.09288, equation 2).
 
     Raises:
-        UserError: If `centering` is negative.
+        UserError: If `centering` is negative, or a value is not finite.
     """
 
     centering: float = 0.0
     margin: float = 0.0
 
     def __post_init__(self) -> None:
+        check_finite(centering=self.centering, margin=self.margin)
         if self.centering < 0.0:
             raise UserError(f"centering = {self.centering}; expected 0 or more, such as 0.01.")
 
@@ -211,6 +215,8 @@ class RewardLoss:
         )
         (chosen_BP, rejected_BP), (has_chosen_BP, has_rejected_BP) = take_pairs(rewards_BN), take_pairs(has_tokens_BN)
         is_pair_BP = has_chosen_BP & has_rejected_BP
+        # torch.where instead of a product, because scores of other documents, such as padding, may be infinite.
+        chosen_BP, rejected_BP = (torch.where(is_pair_BP, each, 0.0) for each in (chosen_BP, rejected_BP))
         losses_BP = -F.logsigmoid(chosen_BP - rejected_BP - self.margin)
         if self.centering:
             losses_BP = losses_BP + self.centering * (chosen_BP + rejected_BP).square()
@@ -231,5 +237,19 @@ def last_scores(
     if cp is not None and cp.size() > 1:
         dist.all_reduce(last_BN, op=dist.ReduceOp.MAX, group=cp.get_group())
     is_last_BL = position_ids_BL == last_BN.gather(1, document_ids_BL)
+    if scores_BL.device.type == "cpu":
+        _check_ascending(is_last_BL, document_ids_BL, last_BN > _NO_POSITION)
     rewards_BN = sum_per_document(torch.where(is_last_BL, scores_BL, 0.0), document_ids_BL, cp=cp)
     return rewards_BN, last_BN > _NO_POSITION
+
+
+def _check_ascending(is_last_BL: Tensor, document_ids_BL: Tensor, has_tokens_BN: Tensor) -> None:
+    """Raise `UserError` if several positions of an answer of a pair have its largest position."""
+    counts_BN = torch.zeros(has_tokens_BN.shape, dtype=torch.int64)
+    counts_BN.scatter_add_(1, document_ids_BL.long(), is_last_BL.long())
+    (chosen_BP, rejected_BP), (has_chosen_BP, has_rejected_BP) = take_pairs(counts_BN), take_pairs(has_tokens_BN)
+    if (has_chosen_BP & has_rejected_BP & (torch.maximum(chosen_BP, rejected_BP) > 1)).any():
+        raise UserError(
+            "several positions of a document have its largest position id; expected ascending position ids within "
+            "each document. Pass torch.arange(L) for each row, or restart it in each document."
+        )
