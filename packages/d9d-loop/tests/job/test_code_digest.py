@@ -1,4 +1,4 @@
-"""Ranks with other code do not train together."""
+"""Ranks with other code do not train together, and a resumed run names the code that has changed."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.nn import functional
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
-from d9d_loop.job.code_digest import describe_model
+from d9d_loop.job.code_digest import describe_model, source_digests
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -153,3 +153,17 @@ def test_a_job_names_what_differs_between_its_ranks(tmp_path: Path) -> None:
         for found, expected in zip(messages, _EXPECTED.values(), strict=True):
             assert found.startswith(expected)
             assert bool(found) == bool(expected)
+
+
+def test_a_changed_configuration_of_the_model_has_another_digest(tmp_path: Path) -> None:
+    file, name = tmp_path / "config.json", "the model's config.json"
+    assert name not in source_digests(tmp_path)
+    file.write_text('{"rope_theta": 10000.0}')
+    before = source_digests(tmp_path)
+    file.write_text('{"rope_theta": 77.0}')
+    after = source_digests(tmp_path)
+    assert {key for key in after if after[key] != before[key]} == {name}
+
+
+def test_the_users_modules_are_named() -> None:
+    assert f"the code of {__name__}" in source_digests()

@@ -1,12 +1,15 @@
-"""Description of a job's code, which all ranks compare: other code on one rank gives wrong results, not an error.
+"""Description of a job's code: all ranks compare it, and a resumed run reports what has changed.
 
-A description is a mapping of names to texts, so that a difference names its place. It contains the script, the versions
-of the packages, the structure of the model, and the code of the user's functions, with the functions that they refer
-to: `act = F.relu` on one rank and `act = F.gelu` on another one.
+A description is a mapping of names to texts, so that a difference names its place. Other code on one rank gives wrong
+results, not an error. So ranks compare the script, the versions of the packages, the structure of the model, and the
+code of the user's functions, with the functions that they refer to: `act = F.relu` on one rank and `act = F.gelu` on
+another one. Checkpoints contain digests of the source files of the user's modules.
 """
 
+import hashlib
 import inspect
 import platform
+import site
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -14,22 +17,37 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
-from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.built_model import describe_tensors
+
+if TYPE_CHECKING:
+    from d9d_loop.job.plan import JobPlan
 
 Parts: TypeAlias = dict[str, str]
 _Seen: TypeAlias = dict[int, tuple[int, Any]]
 """Number of each described object by its id, and the object, which keeps the id in use."""
 _PACKAGES = ("d9d-dist", "d9d-state", "d9d-modules", "d9d-moe", "d9d-pipeline", "d9d-peft", "d9d-metrics", "d9d-loop")
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STANDARD = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALLED = {Path(path).resolve() for path in (*_STANDARD, *site.getsitepackages(), site.getusersitepackages())}
 
 
-def describe_code(plan: JobPlan) -> dict[str, Parts]:
+def source_digests(model_folder: Path | None = None) -> dict[str, str]:
+    """Return a digest of the source of each loaded module that is neither installed nor a part of d9d, under its name.
+
+    The name of the script that was started is that of its file. The configuration of a model folder is included.
+    """
+    files = {"the model's config.json": model_folder / "config.json"} if model_folder is not None else {}
+    for name in list(sys.modules):
+        if (file := _own_file(name)) is not None and file.suffix == ".py":
+            files[f"the code of {file.name if name == '__main__' else name}"] = file
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
+
+
+def describe_code(plan: "JobPlan") -> dict[str, Parts]:
     """Return what all ranks must agree on, by the name of each part in an error message.
 
     Flags of the task are not compared: a task may print on rank 0 only.
@@ -61,8 +79,8 @@ def _versions() -> Parts:
 
 
 def _script() -> str:
-    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    file = _own_file("__main__")
+    return file.read_text(encoding="utf-8", errors="replace") if file is not None and file.is_file() else ""
 
 
 def describe_model(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -139,7 +157,13 @@ def _is_set(cell: Any) -> bool:
 def _is_installed(value: Any) -> bool:
     """Return True for code of the standard library, of d9d or of an installed package, whose versions are compared."""
     name = str(value.__module__)
-    if name == "__main__":
-        return False
+    return name != "__main__" and _own_file(name) is None
+
+
+def _own_file(name: str) -> Path | None:
+    """Return the file of a loaded module; `None` for modules that are installed, a part of d9d, or without a file."""
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is None or file.startswith(_INSTALLED) or name.startswith("d9d_")
+    if file is None or name.startswith("d9d_"):
+        return None
+    path = Path(file).resolve()
+    return path if _INSTALLED.isdisjoint(path.parents) else None

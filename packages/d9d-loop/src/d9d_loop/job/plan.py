@@ -16,6 +16,7 @@ from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
 from d9d_loop.engine.local_tiers import check_local_tiers
+from d9d_loop.job.code_digest import source_digests
 from d9d_loop.job.job_check import (
     check_evaluation,
     check_learning_rates,
@@ -35,7 +36,6 @@ from d9d_loop.job.resume_check import (
     num_steps_of,
     progress_of,
 )
-from d9d_loop.job.source_digests import source_digests
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_check import check_trained_dtypes
