@@ -48,7 +48,9 @@ def contents_of(samples: Any) -> JsonValue:
     if isinstance(samples, HasContentsDigest):
         return samples.contents_digest()
     if isinstance(samples, Subset):
-        return {"of": contents_of(samples.dataset), "indices": digest_of(torch.as_tensor(samples.indices))}
+        given: Any = samples.indices
+        indices = given.contents_digest() if isinstance(given, HasContentsDigest) else digest_of(torch.as_tensor(given))
+        return {"of": contents_of(samples.dataset), "indices": indices}
     if isinstance(samples, ConcatDataset) and len(samples.datasets) <= NUM_COMPARED:
         return [contents_of(each) for each in samples.datasets]
     return sampled_digest(samples)

@@ -1,13 +1,17 @@
 """Samples from the data files of a job: checked before training, and split into training and held-out samples."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
+import torch
+from pydantic import JsonValue
 from torch.utils.data import Subset
 
 from d9d_dist import UserError
+from d9d_loop.data.contents import digest_of
 from d9d_loop.data.sample_files import open_samples
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.samples import Samples
@@ -44,6 +48,27 @@ def split_samples(samples: Samples, held_out: float, *, key: str) -> tuple[Sampl
             f"{key} = {held_out} holds out {count} of {size} samples; expected samples in both parts. Change "
             f"{key}, or set dataset.evaluation_files."
         )
-    order = SampleOrder(size, seed=0).take(0, size)
+    chosen = sorted(SampleOrder(size, seed=0).take(0, count))
     data: Any = samples  # torch's annotation requires a Dataset, but its code does not
-    return Subset(data, sorted(order[count:])), Subset(data, sorted(order[:count]))
+    return Subset(data, _Others(size, chosen)), Subset(data, chosen)
+
+
+@final
+class _Others(Sequence[int]):
+    """Indices 0 to `size - 1` without `chosen`, which is sorted. Memory and time at the start grow with `chosen`."""
+
+    def __init__(self, size: int, chosen: Sequence[int]) -> None:
+        self._chosen, self._length = chosen, size - len(chosen)
+        self._others_before = [index - number for number, index in enumerate(chosen)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, position: Any) -> Any:
+        if not 0 <= position < self._length:
+            raise IndexError(f"sample {position} is out of range: there are {self._length} samples")
+        return position + bisect_right(self._others_before, position)
+
+    def contents_digest(self) -> JsonValue:
+        """Return the number of indices, and the digest of those that are left out."""
+        return [self._length, digest_of(torch.as_tensor(self._chosen))]
