@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from d9d_dist import Launch, parameter_roles, read_launch
+from d9d_dist import Launch, MeshConfig, parameter_roles, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.contents import check_repeatable, identity_of
@@ -108,7 +108,7 @@ class JobPlan:
 
     def first_batch(self, size: int | None = None) -> Any:
         """Read the first `size` samples of training, by default a microbatch, and collate them."""
-        return self.data.collate([self.stream.read(entry) for entry in self.first_entries()[:size]])
+        return _read_batch(self.data, self.stream, self.first_entries, size)
 
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""
@@ -147,10 +147,7 @@ def plan_job(
     check_writable(config.run.dir)
     info = find_checkpoint(config)
     stream, evaluation_data = _plan_data(config, data, task)
-    data_identity, evaluation_identity = (
-        cache(partial(read_apart, partial(identity_of, each), num_workers=config.data.num_workers))
-        for each in (stream, evaluation_data)
-    )
+    data_identity, evaluation_identity = (_identity_function(each, config) for each in (stream, evaluation_data))
     if info is not None:
         check_data(info, data_identity(), config)
     steps = num_steps_of(config, stream, progress_of(info))
@@ -158,27 +155,22 @@ def plan_job(
     if config.compile is not None:
         check_backend(config.compile)
     first_entries = cache(lambda: stream.cursor().take(microbatch_size))
-    schedule = pipeline_schedule or config.pipeline.schedule.build()
-    if pipeline_schedule is None and isinstance(model, FunctionProvider | ModuleProvider):
-        check_schedule(schedule, mesh, name=config.pipeline.schedule.kind)
+    first_batch = partial(_read_batch, data, stream, first_entries)
     layout = plan_model(
         model,
         launch=launch,
         mesh=mesh,
-        schedule=schedule,
+        schedule=_plan_schedule(config, mesh, model, pipeline_schedule),
         num_microbatches=num_microbatches,
         seed=config.seed,
         task=task,
-        first_batch=lambda: data.collate(list(map(stream.read, first_entries()))),
+        first_batch=first_batch,
     )
     whole = layout.built.module
     check_trainable(whole)
     check_trained_dtypes(whole)
     if data.draws:
-        check_repeatable(
-            lambda: data.collate([stream.read(entry) for entry in first_entries()[:_NUM_REPEATED]]),
-            num_workers=config.data.num_workers,
-        )
+        check_repeatable(partial(first_batch, _NUM_REPEATED), num_workers=config.data.num_workers)
     if optimizer is None:
         config.optimizer.check(whole)
     weights = config.initial_weights or model.initial_weights
@@ -212,6 +204,27 @@ def plan_job(
         changes=changes,
         code=code,
     )
+
+
+def _read_batch(
+    data: DataProvider, stream: SampleStream, entries: Callable[[], list[Entry]], size: int | None = None
+) -> Any:
+    return data.collate([stream.read(entry) for entry in entries()[:size]])
+
+
+def _identity_function(data: Samples | SampleStream | None, config: TrainerConfig) -> Callable[[], JsonValue]:
+    """Return a function that returns the identity of data, which its first call reads."""
+    return cache(partial(read_apart, partial(identity_of, data), num_workers=config.data.num_workers))
+
+
+def _plan_schedule(config: TrainerConfig, mesh: MeshConfig, model: ModelProvider, given: Schedule | None) -> Schedule:
+    """Return the pipeline schedule: the given one, or else the configured one, which is checked for whole models."""
+    if given is not None:
+        return given
+    schedule = config.pipeline.schedule.build()
+    if isinstance(model, FunctionProvider | ModuleProvider):
+        check_schedule(schedule, mesh, name=config.pipeline.schedule.kind)
+    return schedule
 
 
 def _plan_data(
