@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from d9d_loop.lr.lr_schedule import PiecewiseConfig as PiecewiseConfig
     from d9d_loop.lr.lr_schedule import WarmupCosineConfig as WarmupCosineConfig
     from d9d_loop.lr.lr_schedule import WsdConfig as WsdConfig
+    from d9d_loop.lr.transformers_schedule import TransformersScheduleConfig as TransformersScheduleConfig
     from d9d_loop.model.hugging_face_model import hugging_face_model as hugging_face_model
     from d9d_loop.model.model_provider import FunctionProvider as FunctionProvider
     from d9d_loop.model.model_provider import ModelProvider as ModelProvider

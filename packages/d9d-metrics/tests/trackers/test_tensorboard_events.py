@@ -1,5 +1,10 @@
 import json
+import re
 import struct
+import subprocess
+import sys
+import time
+import urllib.request
 import zlib
 from pathlib import Path
 from typing import Any
@@ -61,6 +66,59 @@ def test_a_resumed_run_hides_later_steps(tmp_path: Path) -> None:
     second.log(3, {"loss": 30.0})
     second.close()
     assert scalars(tmp_path, "loss") == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+def _shown(folder: Path, *, fast: bool) -> dict[str, list[tuple[int, float]]]:
+    """Return the points that TensorBoard's Python server or its data server (`fast`) sends to a browser, by tag."""
+    words = ["--logdir", str(folder), "--port", "0", f"--load_fast={str(fast).lower()}"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert server.stderr is not None
+        (url,) = next(filter(None, (re.findall(r" at (http://\S+)", line) for line in server.stderr)))
+
+        def get(query: str) -> Any:
+            with urllib.request.urlopen(f"{url}data/plugin/scalars/{query}") as answer:  # noqa: S310 - our own server
+                return json.load(answer)
+
+        while not (tags := get("tags")):  # it reads the files in the background
+            time.sleep(0.1)
+        return {tag: [(step, value) for _, step, value in get(f"scalars?run=.&tag={tag}")] for tag in tags["."]}
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fast", [False, True])
+def test_both_servers_show_a_resumed_run_without_the_old_steps(fast: bool, tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path)
+    for step in range(1, 7):
+        first.log(step, {"loss": float(step), "rare": 10.0 * step})
+    first.close()
+    second = TensorBoardTracker(tmp_path)
+    second.resume(2, first.state_dict())
+    second.log(3, {"loss": 30.0})
+    second.log(4, {"loss": 40.0})
+    second.close()
+    expected = {"loss": [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)], "rare": [(1, 10.0), (2, 20.0)]}
+    assert _shown(tmp_path, fast=fast) == expected
+
+
+def test_a_resume_keeps_the_events_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, {"loss": float(step), "text": Text(str(step))})
+    first.close()
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-3])
+    second = TensorBoardTracker(tmp_path)
+    second.resume(1)
+    assert scalars(tmp_path, "loss") == {1: 1.0}
+    assert len(read(tmp_path).Tensors("text/text_summary")) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    second.close()
 
 
 def test_flush_makes_values_readable(tmp_path: Path) -> None:

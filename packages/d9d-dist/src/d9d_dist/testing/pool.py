@@ -1,7 +1,9 @@
 """Pool of reused processes that runs functions on N ranks, so a distributed test costs little beyond its collectives.
 
 A fork server imports torch and the caller's d9d packages once. Ranks are forked from it and reused. If a rank fails or
-hangs, all processes of its pool are killed and the next run forks new ones, so tests cannot affect each other.
+hangs, all processes of its pool are killed and the next run forks new ones. Tests that pass reuse each other's
+processes: what a library caches for the life of a process, such as whether it is distributed, remains. Use a `RankPool`
+of its own for a test that needs fresh processes.
 """
 
 import atexit

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.config_source import parse_command_line
@@ -309,3 +309,14 @@ class TrainerConfig(JobConfig):
         description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
     )
     export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")
+
+    @model_validator(mode="after")
+    def _schedule_knows_the_peak(self) -> Self:
+        peak = getattr(self.lr_schedule, "peak_learning_rate", None)
+        learning_rate = getattr(self.optimizer, "learning_rate", None)
+        if peak is not None and peak != learning_rate:
+            raise ValueError(
+                f"lr_schedule.peak_learning_rate = {peak}, but optimizer.learning_rate = {learning_rate}; expected the "
+                "same value"
+            )
+        return self

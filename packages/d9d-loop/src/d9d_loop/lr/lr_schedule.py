@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from d9d_dist import UserError
 from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase, piecewise
+from d9d_loop.lr.transformers_schedule import TransformersScheduleConfig
 from d9d_loop.section import Section
 
 LrSchedule = Callable[[int], float]
@@ -94,7 +95,9 @@ def _with_kind(value: Any) -> Any:
 
 
 LrScheduleConfig: TypeAlias = Annotated[
-    Annotated[WarmupCosineConfig | WsdConfig | PiecewiseConfig, Field(discriminator="kind")],
+    Annotated[
+        WarmupCosineConfig | WsdConfig | PiecewiseConfig | TransformersScheduleConfig, Field(discriminator="kind")
+    ],
     BeforeValidator(_with_kind),
 ]
 """Any learning-rate schedule, selected by `kind`; the default is "warmup_cosine"."""

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+_FILES = "events.out.tfevents.*"
+
+
 @final
 class TensorBoardTracker(Tracker):
-    """Tracker that writes event files to a folder. After a resume, TensorBoard discards old values of later steps."""
+    """Tracker that writes event files to a folder. `resume` removes the values of later steps from them."""
 
     def __init__(self, folder: Path) -> None:
         """Set the folder of the event files of this run; no file is opened yet.
@@ -30,13 +33,18 @@ class TensorBoardTracker(Tracker):
         """
         require_package("tensorboard")
         self._folder = folder
-        self._purge_step: int | None = None
+        self._first_step = 0
         self._writer: SummaryWriter | None = None
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Close the event file; the next one makes TensorBoard discard the steps after `step`."""
+        """Close the event file, and remove the values of later steps from all event files of the folder.
+
+        A TensorBoard that shows the run at that time may show its old values until it is started again.
+        """
         self.close()
-        self._purge_step = step + 1
+        self._first_step = step + 1
+        for path in sorted(self._folder.glob(_FILES)):
+            _drop_later_steps(path, step)
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Write the configuration as text, named `config`."""
@@ -71,7 +79,7 @@ class TensorBoardTracker(Tracker):
             self._sync_files()
 
     def _sync_files(self) -> None:
-        for path in (*self._folder.glob("events.out.tfevents.*"), self._folder):
+        for path in (*self._folder.glob(_FILES), self._folder):
             sync(path)
 
     def _get_writer(self) -> "SummaryWriter":
@@ -79,8 +87,30 @@ class TensorBoardTracker(Tracker):
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
             make_folder(self._folder)
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+            # Every file starts a session at its first step: TensorBoard's Python server, if it shows the run already,
+            # then discards later steps that it has read. It ignores the first session that it reads.
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
         return self._writer
+
+
+def _drop_later_steps(path: Path, step: int) -> None:
+    """Rewrite an event file without the values of steps after `step`, and without a record that is cut off."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event  # ty: ignore[import-not-found] - made by protobuf
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    records = list(RawEventFileLoader(str(path)).Load())
+    events = [Event.FromString(record) for record in records]
+    if all(event.step <= step for event in events):
+        return
+    kept = [record for record, event in zip(records, events, strict=True) if event.step <= step]
+    copy = path.with_name(f"partial.{path.name}")
+    with copy.open("wb") as file:
+        writer = RecordWriter(file)
+        for record in kept:
+            writer.write(record)
+    sync(copy)
+    copy.replace(path)
 
 
 def _add_histogram(writer: "SummaryWriter", name: str, value: Histogram, step: int) -> None:
