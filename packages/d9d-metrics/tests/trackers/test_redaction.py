@@ -17,8 +17,23 @@ def test_values_with_secret_names_are_redacted(name: str) -> None:
     assert redact_secrets({name: None}, {}) == {name: None}
 
 
+_TEXT_TOKENS = ("eos_token", "end_token", "padToken", "bos_token_id", "decoder_start_token_id")
+
+
 @pytest.mark.parametrize(
-    "name", ["tokenizer", "num_tokens", "tokens", "max_token_length", "key", "keys", "key_size", "keep_last", "author"]
+    "name",
+    [
+        "tokenizer",
+        "num_tokens",
+        "tokens",
+        "max_token_length",
+        "key",
+        "keys",
+        "key_size",
+        "keep_last",
+        "author",
+        *_TEXT_TOKENS,
+    ],
 )
 def test_values_with_other_names_are_kept(name: str) -> None:
     assert redact_secrets({name: "value"}, {}) == {name: "value"}
@@ -61,6 +76,7 @@ def test_reads_environment_variables_of_the_process(monkeypatch: pytest.MonkeyPa
         ("login failed: password='canary 1'", "login failed: password='<redacted> 1'"),
         ('{"api_key": "canary"}', '{"api_key": "<redacted>"}'),
         ("KeyError: 'num_tokens'", "KeyError: 'num_tokens'"),
+        ("pad_token: '<pad>', dataset.end_token = <|im_end|>", "pad_token: '<pad>', dataset.end_token = <|im_end|>"),
         ("tokens: 12345, batch.tokens=40000", "tokens: 12345, batch.tokens=40000"),
     ],
 )

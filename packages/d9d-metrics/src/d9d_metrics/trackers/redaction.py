@@ -14,6 +14,8 @@ _SECRET_NAME = re.compile(
     r"(^|_)(password|passwd|passphrase|pwd|secret|secrets|credential|credentials|token|bearer|authorization|auth|cookie"
     r"|(api|access|private|secret|signing|encryption|ssh)_?keys?)(_(id|value|text|string))?$"
 )
+# Tokens of a text, such as `pad_token` and `eos_token_id` of a tokenizer, are no secrets.
+_TEXT_TOKEN = re.compile(r"(^|_)(bos|eos|unk|sep|pad|cls|mask|end|stop)_token$|_token_id$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 _SECRET_TEXT = re.compile(
     r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user and password of a URL
@@ -47,7 +49,7 @@ def redact_secrets(
 
 def redact_text(text: str) -> str:
     """Return a text, such as the message of an exception, without what looks like a secret; see `redact_secrets`."""
-    return str(redact_secrets({"text": _NAMED_SECRET.sub(rf"\g<name>{REDACTED}", text)})["text"])
+    return str(redact_secrets({"text": _NAMED_SECRET.sub(_redacted_name, text)})["text"])
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:
@@ -57,6 +59,11 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
         if each.startswith("-") and "=" not in each and _names_secret(each.lstrip("-").rpartition(".")[2]):
             redacted[number + 1] = REDACTED
     return redacted
+
+
+def _redacted_name(found: re.Match[str]) -> str:
+    is_of_text = _TEXT_TOKEN.search(found["name"].rstrip(" =:'\"")) is not None
+    return found[0] if is_of_text else f"{found['name']}{REDACTED}"
 
 
 def _redacted(value: Any, known: list[str]) -> Any:
@@ -76,4 +83,5 @@ def _redacted(value: Any, known: list[str]) -> Any:
 
 
 def _names_secret(name: str) -> bool:
-    return _SECRET_NAME.search("_".join(filter(None, _WORD.split(name))).lower()) is not None
+    words = "_".join(filter(None, _WORD.split(name))).lower()
+    return _SECRET_NAME.search(words) is not None and _TEXT_TOKEN.search(words) is None
