@@ -88,9 +88,6 @@ class TextTokenizer:
         if self._backend is not None:
             self._backend.encode_special_tokens = self._splits_special  # a pickled Tokenizer lacks it
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
-
     @property
     def vocab_size(self) -> int:
         """Largest token id plus one."""

@@ -35,6 +35,7 @@ from d9d_dist import (
     local_tensor,
 )
 from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import parallelize_stages
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.train_step import TrainStep
@@ -45,7 +46,7 @@ from d9d_loop.optimizers.weight_average import average_of
 from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
-from d9d_loop.task import to_inputs
+from d9d_loop.task import Task, to_inputs
 from d9d_pipeline import Messages, stage_output
 
 PlanFor = Callable[[Launch], JobPlan]
@@ -198,17 +199,8 @@ def run_rank(
     def counted(size: Callable[[nn.Module], int]) -> int:
         return size(pipeline.model) + marks.num_dropped * sum(map(size, repeat))
 
-    first: StepRecord | None = None
     with fake:
-        if num_first < plan.num_microbatches:
-            with recorded(marks) as first:
-                engine.accumulate(batches[:num_first], plan.task.loss)
-            with answered():
-                engine.step()
-        else:
-            with answered():
-                _create_state(optimizer)
-            optimizer.register_step_pre_hook(_drop_unused_state)
+        first = _first_step(engine, optimizer, batches, num_first=num_first, task=plan.task, marks=marks)
         with recorded(marks) as forward_backward:
             engine.accumulate(batches, plan.task.loss)
         gradients = counted(gradient_bytes)
@@ -238,6 +230,22 @@ def run_rank(
         num_first=num_first,
         first=first or forward_backward,
     )
+
+
+def _first_step(
+    engine: Engine, optimizer: Optimizer, batches: Sequence[Any], *, num_first: int, task: Task, marks: RepeatMarks
+) -> StepRecord | None:
+    """Run the first step, and record its forward and backward passes; `None` if only the optimizer's state is made."""
+    if num_first >= len(batches):
+        with answered():
+            _create_state(optimizer)
+        optimizer.register_step_pre_hook(_drop_unused_state)
+        return None
+    with recorded(marks) as record:
+        engine.accumulate(batches[:num_first], task.loss)
+    with answered():
+        engine.step()
+    return record
 
 
 def _create_state(optimizer: Optimizer) -> None:

@@ -58,16 +58,15 @@ def matmul_seconds(
     *,
     batch: float = 1,
     dtype: str = "bf16",
-    num_bytes: float = 2,
     aligned: bool = True,
 ) -> float:
-    """Return the time of `batch` products of m x k and k x n matrices with `num_bytes` per element."""
+    """Return the time of `batch` products of m x k and k x n matrices with 2 bytes per element."""
     device, fitted = hardware.device, hardware.fitted
     rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * (1.0 if aligned else UNALIGNED)
     # Elements of the output that a multiprocessor computes one after another, at the speed of the largest tile.
     elements = min(ceil(batch * ceil(m / a) * ceil(n / b) / device.num_multiprocessors) * cost for a, b, cost in _COSTS)
     seconds = 2 * elements * (k + HALF_DEPTH) * device.num_multiprocessors / rate
-    moved = batch * num_bytes * (m * k + k * n + m * n)
+    moved = 2 * batch * (m * k + k * n + m * n)
     roof = device.memory_bandwidth * fitted.memory_efficiency
     return max(seconds, moved / roof) + device.kernel_seconds
 
