@@ -20,6 +20,7 @@ from d9d_dist import (
     parallelize_replicate,
     parallelize_tensor,
     refuse_later_writes,
+    refuse_lost_writes,
     set_gradient_sync,
     sync_gradients,
     synchronize_embeddings,
@@ -642,3 +643,11 @@ def _sparse_rows() -> str:
 def test_a_sparse_gradient_of_a_replicated_embedding_is_an_error() -> None:
     expected = "the gradient of a parameter, of shape (10, 4), is sparse; expected a dense gradient"
     assert all(each.startswith(expected) for each in run_ranks(_sparse_rows, world_size=2))
+
+
+def test_writes_that_sharding_would_lose_are_found_before_it() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="weight"), refuse_lost_writes(model):
+        model.weight.data.clamp_(max=0.0)
+    with refuse_lost_writes(model):
+        model(torch.ones(1, 2))

@@ -1,8 +1,24 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from d9d_dist import MeshConfig, clip_grad_norm_, scale_gradients_
+from d9d_dist import (
+    DistributedContext,
+    MeshConfig,
+    UserError,
+    clip_grad_norm_,
+    defer_gradient_sync,
+    finish_gradient_sync,
+    free_gathered,
+    free_gathered_after_backward,
+    full_tensor,
+    parallelize_hsdp,
+    scale_gradients_,
+    set_grad_dtype,
+)
+from d9d_dist.grad_dtype import HAS_GRAD_DTYPE
+from d9d_dist.testing import run_ranks
 
 
 def _model() -> nn.Module:
@@ -69,3 +85,60 @@ def test_real_and_complex_gradients_are_scaled_together() -> None:
     scale_gradients_(model, torch.tensor(0.5))
     for parameter in model:
         assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5))
+
+
+def _linear(ctx: DistributedContext) -> nn.Module:
+    """Return a sharded layer of ones that stays gathered after forward."""
+    model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    nn.init.ones_(model.weight)
+    mesh = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
+    parallelize_hsdp(model, mesh, shard_axis="dp_cp_shard", reshard_after_forward=False)
+    return model
+
+
+def _deferred_gradient() -> tuple[bool, list[list[float]]]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = _linear(ctx)
+        defer_gradient_sync(model)
+        for microbatch in range(2):
+            model(torch.full((1, 3), 1.0 + 2 * microbatch + ctx.rank, dtype=torch.float64)).sum().backward()
+        is_reduced_early = isinstance(model.get_parameter("weight").grad, DTensor)
+        finish_gradient_sync(model)
+        gradient = model.get_parameter("weight").grad
+        assert gradient is not None
+        return is_reduced_early, full_tensor(gradient).tolist()
+
+
+def test_deferred_gradients_are_reduced_once_at_the_end() -> None:
+    assert run_ranks(_deferred_gradient) == [(False, [[1.0 + 2 + 3 + 4] * 3] * 2)] * 2
+
+
+def _is_freed() -> list[bool]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model, found = _linear(ctx), []
+        x = torch.ones(1, 3, dtype=torch.float64)
+        for enabled in (False, True):
+            free_gathered_after_backward(model, enabled)
+            model(x).sum().backward()
+            found.append(isinstance(model.weight, DTensor))
+        model(x)
+        found.append(isinstance(model.weight, DTensor))
+        free_gathered(model)
+        return [*found, isinstance(model.weight, DTensor)]
+
+
+def test_gathered_parameters_are_freed_on_request() -> None:
+    assert run_ranks(_is_freed) == [[False, True, False, True]] * 2
+
+
+def test_gradients_accumulate_in_a_dtype_of_their_own() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    if not HAS_GRAD_DTYPE:
+        with pytest.raises(UserError, match="gradients with a dtype of their own need torch"):
+            set_grad_dtype(model.parameters(), torch.float32)
+        return
+    set_grad_dtype(model.parameters(), torch.float32)
+    for value in (256.0, 1.0):  # their sum is no bfloat16 number
+        model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 257.0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from d9d_dist import MeshConfig, seed_everything, stream_key
+from d9d_dist import MeshConfig, rank_role, seed_everything, stream_key
 from d9d_dist.testing import Device, run_ranks
 
 
@@ -64,3 +64,13 @@ def test_the_same_seed_and_step_give_the_same_numbers() -> None:
 def test_a_key_is_the_same_on_every_platform() -> None:
     assert stream_key(0, "layers.0.weight", 1) == 4495649201911211739
     assert stream_key(1, 23) != stream_key(12, 3)
+
+
+def _roles() -> dict[str, list[int]]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        return rank_role(ctx)
+
+
+def test_the_role_of_a_rank_has_its_coordinates_and_the_axis_sizes() -> None:
+    others = {axis: [0, 1] for axis in ("pp", "cp", "tp")}
+    assert run_ranks(_roles) == [{**others, "dp": [rank, 2]} for rank in range(2)]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like
 from d9d_modules import SwiGLU
 from d9d_moe import GroupedClampedSwiGLU, GroupedSwiGLU, MoELayer, TopKRouter, clamped_swiglu
@@ -56,6 +57,11 @@ def test_clamped_experts_and_biased_router_match_the_reference(limit: float) -> 
         assert grad is not None
         wanted = grad.mT if name in fused else grad
         torch.testing.assert_close(ours.get_parameter(name).grad, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_clamped_swiglu_does_not_broadcast() -> None:
+    with pytest.raises(UserError, match=r"gate has shape \(2, 4\), up has \(4,\); expected the same shape"):
+        clamped_swiglu(torch.zeros(2, 4), torch.zeros(4), alpha=1.0, limit=7.0)
 
 
 def test_clamped_swiglu_clamps_gate_above_and_up_on_both_sides() -> None:

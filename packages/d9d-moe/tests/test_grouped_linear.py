@@ -119,6 +119,20 @@ def test_operands_of_the_kernel_have_strides_that_are_multiples_of_16_bytes(monk
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("backend", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("counts", [[2, 1, 2], [2, 1, 4], [-1, 4, 3]])
+def test_counts_that_do_not_cover_the_rows_raise(counts: list[int], backend: GroupedMatmulBackend) -> None:
+    """A kernel would leave rows uninitialized, or read beyond them."""
+    with pytest.raises(UserError, match=r"got counts_G = \[.*\]; expected integers of shape \(3,\) with the sum 6"):
+        grouped_matmul(torch.randn(6, 4), torch.randn(3, 5, 4), torch.tensor(counts), backend=backend)
+
+
+@pytest.mark.parametrize("counts", [torch.tensor([2, 4]), torch.tensor([[2, 1, 3]]), torch.tensor([2.0, 1.0, 3.0])])
+def test_counts_of_another_shape_or_dtype_raise(counts: torch.Tensor) -> None:
+    with pytest.raises(UserError, match=r"got counts_G of shape .* and dtype .*; expected integers of shape \(3,\)"):
+        grouped_matmul(torch.randn(6, 4), torch.randn(3, 5, 4), counts)
+
+
 def test_noncontiguous_rows_are_supported() -> None:
     x = torch.randn(8, 6).T
     weight = torch.randn(2, 4, 8)

@@ -1,6 +1,6 @@
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,12 +12,16 @@ from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_
 from d9d_dist.testing import KeepFloat64, assert_rounds_like, assert_trees_close, full_gradients, run_ranks
 from d9d_modules import (
     QWEN3,
+    AuxiliaryLosses,
     ClassificationHead,
+    DecoderForCausalLM,
     DecoderForClassification,
     DecoderForEmbedding,
     DecoderModel,
     DecoderWithHeads,
     EmbeddingHead,
+    GroupedQueryParams,
+    HiddenAndLosses,
     Qwen3Params,
     decoder_backbone_from_hugging_face,
     decoder_lm_head,
@@ -186,3 +190,43 @@ def test_an_embedding_is_a_pooled_vector() -> None:
     assert plain(input_ids).shape == (2, 5)
     names = set(decoder_backbone_from_hugging_face(PARAMS, prefix="").inputs)
     assert {"embed_tokens.weight", "layers.1.self_attn.q_norm.weight", "norm.weight"} <= names
+
+
+class _WithLosses(nn.Module):
+    """Feed-forward block that returns the mean square of its input as the loss of each token."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x_BLD: Tensor, **_: Any) -> HiddenAndLosses:
+        return HiddenAndLosses(self.inner(x_BLD), x_BLD.square().mean(dim=-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ParamsWithLosses(GroupedQueryParams):
+    @property
+    def auxiliary_losses(self) -> AuxiliaryLosses:
+        return AuxiliaryLosses("mean squares")
+
+    def feed_forward(self, index: int) -> nn.Module:
+        return _WithLosses(super().feed_forward(index))
+
+
+def test_auxiliary_losses_of_all_layers_are_added_where_there_is_a_label() -> None:
+    sizes = {name: getattr(PARAMS, name) for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads")}
+    params = _ParamsWithLosses(**sizes, num_layers=2, head_dim=6, intermediate_size=20, initializer_range=0.3)
+    model = DecoderForCausalLM(params).double()
+    inputs: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, _WithLosses):
+            module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    ids, labels = torch.randint(0, 16, (2, 2, 5))
+    labels[0, 3] = -100
+    assert model.lm_head is not None
+    hidden_BLD, summed_BL = model.backbone(ids)
+    expected_BL = sum(x.square().mean(dim=-1) for x in inputs)
+    torch.testing.assert_close(summed_BL, expected_BL, rtol=1e-12, atol=0)
+    cross_entropy_BL = F.cross_entropy(model.lm_head(hidden_BLD).transpose(1, 2), labels, reduction="none")
+    expected_BL = cross_entropy_BL + summed_BL * (labels != -100)
+    torch.testing.assert_close(model(ids, labels=labels), expected_BL, rtol=1e-12, atol=1e-14)

@@ -1,7 +1,7 @@
 import pytest
 
 from d9d_dist import UserError
-from d9d_modules import config_value, require_value
+from d9d_modules import DECODER_ENTRIES, config_value, require_value, with_defaults
 from d9d_modules.models.hugging_face_config import config_keys_in_errors, require_known_keys
 
 
@@ -76,3 +76,9 @@ def test_errors_name_the_config_json_entry_of_a_field() -> None:
         _raise("num_heads = 3; no.")
     with pytest.raises(UserError, match=r"^top_k = 3; no\.$"):
         _raise("top_k = 3; no.")
+
+
+def test_entries_get_other_defaults() -> None:
+    entries = with_defaults(DECODER_ENTRIES, tie_word_embeddings=True)
+    changed = {new.field: new.default for old, new in zip(DECODER_ENTRIES, entries, strict=True) if old != new}
+    assert changed == {"tie_word_embeddings": True}

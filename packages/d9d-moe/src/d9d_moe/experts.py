@@ -4,6 +4,7 @@ from typing import TypeAlias, final
 
 from torch import Tensor, nn
 
+from d9d_dist import UserError
 from d9d_modules import Linear, SwiGLU, silu_mul
 from d9d_moe.grouped_linear import GroupedLinear
 
@@ -88,6 +89,11 @@ class SharedExperts(nn.Module):
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """Compute `(up + 1) * gate * sigmoid(alpha * gate)`, with `gate <= limit` and `-limit <= up <= limit`."""
+    """Compute `(up + 1) * gate * sigmoid(alpha * gate)`, with `gate <= limit` and `-limit <= up <= limit`.
+
+    Raises `UserError` if the shapes differ.
+    """
+    if gate.shape != up.shape:
+        raise UserError(f"gate has shape {tuple(gate.shape)}, up has {tuple(up.shape)}; expected the same shape.")
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * (alpha * gate).sigmoid()

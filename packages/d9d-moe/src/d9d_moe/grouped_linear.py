@@ -71,13 +71,25 @@ def grouped_matmul(
     `SplitBackward` the weight gradient can be deferred. `choose_grouped_matmul` chooses the backend if it is None.
 
     Raises:
-        UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows.
+        UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows. If the
+            counts are not integers [G]; on the CPU also if their sum is not N.
     """
+    _check_counts(counts_G, num_groups=len(weight_GOI), num_rows=len(x_NI))
     x_NI, weight_GOI = autocast_inputs(x_NI, weight_GOI)
     chosen = choose_grouped_matmul(x_NI) if backend is None else backend
     _check_backend(chosen, x_NI)
     weight, slot = defer_weight_grad(weight_GOI, x_NI)
     return cast(Tensor, _GroupedMatmul.apply(x_NI, weight, counts_G, slot, chosen))
+
+
+def _check_counts(counts_G: Tensor, *, num_groups: int, num_rows: int) -> None:
+    """Raise a `UserError` for counts with which kernels would read other memory, or skip rows. No synchronization."""
+    expected = f"expected integers of shape ({num_groups},)"
+    if counts_G.shape != (num_groups,) or counts_G.is_floating_point():
+        raise UserError(f"got counts_G of shape {tuple(counts_G.shape)} and dtype {counts_G.dtype}; {expected}.")
+    has_values = counts_G.device.type == "cpu" and type(counts_G) is Tensor and not torch.compiler.is_compiling()
+    if has_values and ((counts_G < 0).any() or counts_G.sum() != num_rows):
+        raise UserError(f"got counts_G = {counts_G.tolist()}; {expected} with the sum {num_rows}, the number of rows.")
 
 
 def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:

@@ -171,14 +171,6 @@ def test_stages_of_packed_rows_give_the_losses_of_separate_documents(params: Spa
         assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} < set(mapper.inputs)
 
 
-def test_mtp_targets_do_not_cross_documents() -> None:
-    ids, labels = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 3, -100, 5, 6]])
-    ids_BLK, labels_BLK = mtp_targets(ids, labels, torch.tensor([[0, 0, 0, 1, 1]]), num_mtp_layers=2)
-    assert ids_BLK[0].T.tolist() == [[2, 3, 0, 5, 0], [3, 0, 0, 0, 0]]
-    assert labels_BLK[0].T.tolist() == [[3, -100, -100, 6, -100], [-100] * 5]
-    assert mtp_targets(ids, labels)[1][0, :, 0].tolist() == [3, -100, 5, 6, -100]
-
-
 def test_router_losses_of_the_mtp_layer_are_added() -> None:
     params = replace(DEEPSEEK, router_losses=RouterLosses(z=0.1))
     model = DecoderWithMtp(params, mtp_loss_weight=0.5).double()

@@ -3,15 +3,18 @@
 import ctypes
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` for a tensor subclass that holds its values in other tensors, such as a quantized state.
+    """Raise `ValueError` for a sparse tensor, and a subclass that holds its values in other tensors.
 
-    It has no memory of its own: its data pointer is 0.
+    A subclass such as a quantized state has no memory of its own: its data pointer is 0.
     """
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is sparse ({tensor.layout}); expected a dense tensor. Convert it: to_dense().")
     if is_traceable_wrapper_subclass(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, a tensor subclass that holds its values in other tensors, which "

@@ -10,8 +10,16 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from d9d_dist import DistributedContext, MeshConfig, Region
 from d9d_dist.testing import run_ranks
-from d9d_state import StateError, TensorInfo
+from d9d_state import StateError, TensorInfo, check_saveable
 from d9d_state.checkpoint.save_plan import SavePlan, SavePlanner, local_parts, part_key
+
+
+def test_tensors_that_cannot_be_saved_are_found_before_a_save() -> None:
+    check_saveable({"a": torch.ones(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)})
+    with pytest.raises(ValueError, match=r"a is of type float; expected a tensor\. Pass other values in state=\."):
+        check_saveable({"a": 1.0})  # ty: ignore[invalid-argument-type]
+    with pytest.raises(ValueError, match=r"a is sparse \(torch.sparse_coo\); expected a dense tensor"):
+        check_saveable({"a": torch.eye(2).to_sparse()})
 
 
 def test_one_process_writes_everything() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
+from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.cross_entropy import IGNORED_LABEL
 from d9d_modules.decoder import HiddenAndLosses
 from d9d_modules.embedding import TokenEmbedding
@@ -198,7 +199,16 @@ def mtp_targets(
     At position i, layer k (from 0) receives token i + k + 1 and predicts the label of position i + k + 1. Where that
     position is beyond the row or in another document, the token is 0 and the label -100. With context parallelism,
     split the results like the labels, by `ContextSplit`.
+
+    Raises:
+        UserError: If the arguments do not have the same shape, or the document ids are not integers.
     """
+    if input_ids_BL.shape != labels_BL.shape:
+        raise UserError(
+            f"got input_ids_BL of shape {tuple(input_ids_BL.shape)} and labels_BL of shape {tuple(labels_BL.shape)}; "
+            "expected the same shape. Pass whole rows of both."
+        )
+    check_documents(document_ids_BL, labels_BL.shape)
     ids, labels = [], []
     for shift in range(1, num_mtp_layers + 1):
         inside_BL = torch.ones_like(labels_BL[:, shift:], dtype=torch.bool)
