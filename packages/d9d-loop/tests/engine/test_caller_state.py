@@ -1,8 +1,10 @@
 """State of the caller in checkpoints: JSON and tensors, which may differ between ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from opened_engines import opened, take_step
@@ -37,6 +39,22 @@ def test_special_values_parameters_and_conjugates_keep_their_values() -> None:
     assert found["d"] == 1.5
     conjugate = torch.tensor([1 + 2j]).conj()
     assert decode_state(encode_state(conjugate)).equal(conjugate)
+
+
+def test_numbers_that_json_lacks_keep_their_values() -> None:
+    state = {"best": -torch.inf, "all": [torch.inf, torch.nan, np.float64(torch.inf), np.float64(0.5)]}
+    found = json.loads(json.dumps(encode_state(state), allow_nan=False))
+    assert repr(decode_state(found)) == "{'best': -inf, 'all': [inf, nan, inf, 0.5]}"
+
+
+@pytest.mark.parametrize("value", [np.arange(3), np.float32(1.0), np.int64(1)])
+def test_arrays_and_reserved_keys_are_an_error(value: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"of NumPy as state\['a'\] of a save; expected JSON and tensors. Pass torch.as_t"
+    ):
+        encode_state({"a": value})
+    with pytest.raises(UserError, match=r"got the key 'd9d.tensor' or 'd9d.number' in state\[0\] of a save, which are"):
+        encode_state([{"d9d.tensor": 1}])
 
 
 def _save(folder: Path, kind: str) -> str:

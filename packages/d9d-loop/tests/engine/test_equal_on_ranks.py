@@ -124,16 +124,18 @@ def _set_rate(kind: str, folder: Path) -> list[str]:
         before = [each.clone() for each in engine.model.parameters()]
         if kind == "factor":
             engine.set_learning_rates(1.0 + rank)
+        if kind == "scheduler":
+            engine.optimizer.param_groups[0]["lr"] = 0.1 + rank
         try:
-            engine.step({"factor": None, "rate": 0.1 + rank, "one rank": 0.2 if rank else None}[kind])
+            engine.step({"rate": 0.1 + rank, "one rank": 0.2 if rank else None}.get(kind))
         except UserError as error:
             found.append(str(error))
         assert all(map(torch.equal, engine.model.parameters(), before))
     return found
 
 
-@pytest.mark.parametrize("kind", ["rate", "factor", "one rank"])
-@pytest.mark.sample("rate")
+@pytest.mark.parametrize("kind", ["rate", "factor", "one rank", "scheduler"])
+@pytest.mark.sample("rate", "scheduler")
 def test_learning_rates_that_differ_between_ranks_are_an_error(kind: str, tmp_path: Path) -> None:
     for found in run_ranks(_set_rate, kind, tmp_path, world_size=2):
         assert len(found) == 1

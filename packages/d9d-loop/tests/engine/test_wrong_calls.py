@@ -139,17 +139,19 @@ def test_weights_that_omit_trained_parameters_are_refused(shards: bool, tmp_path
         assert [each[0] for each in engine.weights(shards=shards)] == ["weight"]
 
 
-@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf"), "0.1", True])
 def test_only_finite_learning_rates_of_at_least_0_are_accepted(rate: float, tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         engine.forward_backward(BATCHES, TASK.loss)
-        with pytest.raises(UserError, match=rf"learning_rate = {rate}; expected a finite number, 0 or more"):
+        with pytest.raises(UserError, match=rf"learning_rate = {rate!r}; expected a finite number, 0 or more"):
             engine.step(rate)
-        with pytest.raises(UserError, match=rf"factor = {rate}; expected a finite number, 0 or more"):
+        with pytest.raises(UserError, match=rf"factor = {rate!r}; expected a finite number, 0 or more"):
             engine.set_learning_rates(rate)
         before = values(engine)
         assert engine.step(0.0).taken
         assert all(map(torch.equal, values(engine), before))
+        engine.forward_backward(BATCHES, TASK.loss)
+        assert type(engine.step(torch.tensor(0.5)).learning_rate) is float
 
 
 @pytest.mark.parametrize("batches", [BATCHES[0], iter(BATCHES)], ids=["dict", "iterator"])

@@ -171,3 +171,19 @@ def test_added_columns_do_not_change_a_loss(task: Any, multiple: int) -> None:
     assert torch.equal(padded["expert_indices"], batch["expert_indices"][:, :1].expand(-1, 5 + num_added, -1, -1))
     assert torch.equal(padded["token_mask"][:, :5], task.token_mask(batch))
     assert not padded["token_mask"][:, 5:].any()
+
+
+def test_rows_that_lack_a_key_or_differ_in_shape_are_an_error() -> None:
+    rows = {"input_ids": LABELS, "labels": LABELS, "documents": torch.zeros(2, 4).long(), "position_ids": LABELS}
+    for task in (NextTokenTask(), PolicyTask(), PreferenceTask(), DistillationTask()):
+        with pytest.raises(
+            UserError, match=r"the batch has no labels, only documents, input_ids, position_ids; expected"
+        ):
+            task.token_mask({key: value for key, value in rows.items() if key != "labels"})
+        with pytest.raises(UserError, match=r"'labels': \(2, 3\), 'documents': \(2, 4\)}; expected equal shapes"):
+            task.token_mask({**rows, "labels": LABELS[:, :3]})
+    for task in (NextTokenTask(), RewardTask()):
+        with pytest.raises(
+            UserError, match=r"the batch has no position_ids and no documents, only input_ids; expected"
+        ):
+            task.inputs({"input_ids": LABELS})

@@ -1,8 +1,9 @@
 """The state that a caller of the engine saves: JSON in which tensors are allowed."""
 
 import base64
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import JsonValue
@@ -12,14 +13,15 @@ from torch.distributed.tensor import DTensor
 from d9d_dist import UserError
 
 MAX_BYTES = 16 << 20
-_KEY = "d9d.tensor"
+_KEY, _NUMBER = "d9d.tensor", "d9d.number"
 
 
 def encode_state(state: Any) -> JsonValue:
-    """Return a state in which each tensor is a dict with its dtype, shape and bytes.
+    """Return a state in which each tensor is a dict with its dtype, shape and bytes; also infinite numbers and NaN.
 
     Raises:
-        UserError: If a tensor is a `DTensor`, or all tensors together have more than `MAX_BYTES`.
+        UserError: If a tensor is a `DTensor`, a value is an array of NumPy, a key is reserved, or all tensors together
+            have more than `MAX_BYTES`.
     """
     tensors: list[Tensor] = []
     encoded = _encode(state, "state", tensors)
@@ -39,6 +41,8 @@ def decode_state(state: JsonValue) -> Any:
     if isinstance(state, dict):
         if _KEY in state:
             return _decode_tensor(state)
+        if _NUMBER in state:
+            return float(cast("str", state[_NUMBER]))
         return {key: decode_state(each) for key, each in state.items()}
     return state
 
@@ -48,10 +52,19 @@ def _encode(value: Any, path: str, tensors: list[Tensor]) -> Any:
         raise UserError(
             f"got a DTensor as {path} of a save; expected a plain tensor. Pass full_tensor() or to_local() of it."
         )
+    if type(value).__module__ == "numpy" and not isinstance(value, float):
+        raise UserError(
+            f"got a {type(value).__name__} of NumPy as {path} of a save; expected JSON and tensors. Pass "
+            "torch.as_tensor(array), or value.item() of a number."
+        )
     if isinstance(value, Tensor):
         tensors.append(value)
         return _encode_tensor(value)
+    if isinstance(value, float) and not math.isfinite(value):  # such as the best value so far before the first one
+        return {_NUMBER: str(float(value))}
     if isinstance(value, Mapping):
+        if value.keys() & {_KEY, _NUMBER}:
+            raise UserError(f"got the key {_KEY!r} or {_NUMBER!r} in {path} of a save, which are reserved. Rename it.")
         return {key: _encode(each, f"{path}[{key!r}]", tensors) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_encode(each, f"{path}[{index}]", tensors) for index, each in enumerate(value)]

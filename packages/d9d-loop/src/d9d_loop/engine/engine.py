@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, final, overload
+from typing import Any, Literal, Self, SupportsFloat, TypeVar, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class Engine:
         self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
         self._state_mapper = state_mapper
         self._initial_rates = [group["lr"] for group in optimizer.param_groups]
-        self._rates = (0.0, 0.0)  # compared between ranks: the last call that set learning rates, and its argument
+        self._set_rates = (0.0, 0.0)  # compared between ranks: the last call that set learning rates, and its argument
         self._step = TrainStep(
             self.pipeline,
             optimizer,
@@ -180,7 +180,7 @@ class Engine:
                 batches. Integers on an accelerator are compared in the next step.
         """
         self._require_training("forward_backward()")
-        placed, num_added = self._agree(batches, self._step.supported, self._rates)
+        placed, num_added = self._agree(batches, self._step.supported, self._rates())
         values: dict[int, Mapping[str, Tensor]] = {}
         self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
         found = self.pipeline.gather_tokens([values[index] for index in sorted(values)])
@@ -359,16 +359,28 @@ class Engine:
         self._require_training("step()")
         if learning_rate is not None:
             _check_rate("learning_rate", learning_rate)
-            self._rates = (1.0, learning_rate)
+            self._set_rates = (1.0, float(learning_rate))
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-        result = self._step.update(self.num_steps + 1, Same(self._rates, self._agree.pop_digests()))
+                group["lr"] = float(learning_rate)
+        result = self._step.update(self.num_steps + 1, Same(self._rates(), self._agree.pop_digests()))
         self.num_steps, self._num_updates = self.num_steps + 1, self._num_updates + 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
             refuse_later_writes(self._whole, compare_next=True)
         self._first_steps.check()
         self._apply_decisions()
         return result
+
+    def _rates(self) -> tuple[float, float]:
+        """Return what must be equal on all ranks: the last call that set learning rates, and a sum of the rates.
+
+        Callers may also set the rates of the optimizer's groups, such as by a scheduler of torch. Stages of a pipeline
+        may have different groups, so they compare the argument of the call. Rates that are tensors are not compared.
+        """
+        call, argument = self._set_rates
+        if self.pipeline.group is not None:
+            return call, argument
+        rates = enumerate((group["lr"] for group in self.optimizer.param_groups), 1)
+        return call, sum(rate / number for number, rate in rates if not isinstance(rate, Tensor))
 
     def _apply_decisions(self, *, settle: bool = False) -> None:
         if self.guard is None or not self._polls_guard:
@@ -522,7 +534,7 @@ class Engine:
     def set_learning_rates(self, factor: float) -> None:
         """Set the learning rate of each parameter group to `factor` times its initial one, equal on all ranks."""
         _check_rate("factor", factor)
-        self._rates = (2.0, factor)
+        self._set_rates = (2.0, float(factor))
         for group, initial in zip(self.optimizer.param_groups, self._initial_rates, strict=True):
             group["lr"] = initial * factor
 
@@ -536,5 +548,5 @@ class Engine:
 
 
 def _check_rate(name: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:
-        raise UserError(f"{name} = {value}; expected a finite number, 0 or more.")
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not 0.0 <= float(value) < math.inf:
+        raise UserError(f"{name} = {value!r}; expected a finite number, 0 or more.")

@@ -18,7 +18,7 @@ class Same:
     """Values of a step that must be equal on all ranks. They are compared by their maximum and minimum.
 
     Attributes:
-        rates: How the caller has set the learning rates, and to which value.
+        rates: How the caller has set the learning rates, and a number that depends on the rates.
         digests: Digest of the batches of each data-parallel coordinate, and its negative, float64 [2 * coordinates] on
             an accelerator; -inf for coordinates of other ranks. None if the batches are compared elsewhere.
     """
@@ -58,7 +58,8 @@ def describe_difference(step: int | None, *, rates: bool) -> str:
     if rates:
         return (
             f"{where}the learning rates of step(learning_rate) or set_learning_rates() differ between ranks{skipped}; "
-            "expected equal ones. Compute them from values that all ranks share, such as Engine.num_steps."
+            "expected equal ones, also from a scheduler. Compute them from values that all ranks share, such as "
+            "Engine.num_steps or StepResult.loss."
         )
     return (
         f"{where}the batches of a data-parallel coordinate differ between its ranks{skipped}; expected equal ones on "

@@ -31,6 +31,7 @@ class PackedTask(Task):
 
     def token_mask(self, batch: PackedBatch) -> Tensor:
         """Return the mask of tokens [B, L]; see `is_token`. A key `token_mask` of the batch replaces it."""
+        _check_rows(batch, "labels", "documents")
         return batch["token_mask"] if "token_mask" in batch else is_token(batch["labels"], batch["documents"])
 
     def pad_sequence(self, batch: PackedBatch, multiple: int) -> tuple[PackedBatch, int]:
@@ -187,10 +188,12 @@ class RewardTask(PackedTask):
 
     def token_mask(self, batch: PackedBatch) -> Tensor:
         """Return the mask of tokens [B, L]: those of documents of a pair. A key `token_mask` replaces it."""
+        _check_rows(batch, "documents")
         return batch["token_mask"] if "token_mask" in batch else is_in_pair(batch["documents"])
 
     def inputs(self, batch: PackedBatch) -> Inputs:
         """Return the arguments of d9d's decoders, without labels."""
+        _check_rows(batch, "input_ids", "position_ids", "documents")
         return Inputs(batch["input_ids"], position_ids=batch["position_ids"], document_ids_BL=batch["documents"])
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> Loss:
@@ -249,6 +252,7 @@ def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: b
     log-probabilities of the labels, and auxiliary losses separately; see `score_arguments`. If the batch has
     `expert_indices` [B, L, layers, A], the routers of a sparse decoder replay them.
     """
+    _check_rows(batch, "input_ids", "position_ids", "documents")
     optional: dict[str, Any] = {"expert_indices": batch["expert_indices"]} if "expert_indices" in batch else {}
     if scores:
         optional["scores"] = "log_probs"
@@ -271,6 +275,19 @@ def score_arguments(outputs: Mapping[str, Tensor], batch: PackedBatch) -> dict[s
         "document_ids_BL": batch["documents"],
         "cp": batch.get("cp"),
     }
+
+
+def _check_rows(batch: PackedBatch, *keys: str) -> None:
+    """Raise `UserError` if packed rows lack a key, or if labels, documents or tokens differ in shape."""
+    missing = [key for key in keys if key not in batch]
+    if missing:
+        raise UserError(
+            f"the batch has no {' and no '.join(missing)}, only {', '.join(sorted(batch))}; expected packed rows, "
+            "[B, L] each, as PackedStream builds them. Add the key."
+        )
+    shapes = {key: tuple(batch[key].shape) for key in ("input_ids", "labels", "documents") if key in batch}
+    if len(set(shapes.values())) > 1:
+        raise UserError(f"the rows of the batch have the shapes {shapes}; expected equal shapes [B, L].")
 
 
 _REMEDY = (
