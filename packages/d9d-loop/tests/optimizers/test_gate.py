@@ -1,5 +1,6 @@
 """A step that the gate skips changes neither parameters nor state, for any gradients."""
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from d9d_dist import MeshConfig, UserError, parallelize_fsdp
+from d9d_dist.testing import run_ranks
 from d9d_loop.optimizers import JoinedOptimizer, Lion, LocalSGD, Muon, ScheduleFreeAdamW, StochasticAdamW
-from d9d_loop.optimizers.gate import counts_steps, gated, takes_gate, uncount_step
+from d9d_loop.optimizers.gate import counts_steps, gated, run_step, takes_gate, uncount_step
 
 
 def _lion(model: nn.Module) -> Optimizer:
@@ -103,3 +106,21 @@ def test_optimizers_without_fused_kernels_take_no_gate() -> None:
     assert not takes_gate(foreach)
     assert not takes_gate(JoinedOptimizer([foreach, Lion(nn.Linear(2, 2).parameters())]))
     assert not counts_steps(foreach)
+
+
+def _adafactor(num_ranks: int) -> str:
+    with MeshConfig(data_parallel_shard=num_ranks).build() as ctx:
+        model = nn.Linear(4, 4)
+        parallelize_fsdp(model, ctx.mesh_for("flat"))
+        model(torch.ones(1, 4)).sum().backward()
+        try:
+            run_step(torch.optim.Adafactor(model.parameters()))
+        except UserError as error:
+            return str(error)
+        return "updated"
+
+
+def test_an_optimizer_without_support_for_shards_is_named() -> None:
+    expected = r"the optimizer Adafactor cannot update DTensors, which the parameters of several ranks are: .*placement"
+    assert all(re.match(expected, message) for message in run_ranks(_adafactor, 2, world_size=2))
+    assert _adafactor(1) == "updated"

@@ -276,7 +276,8 @@ class LongRopeScaling(_Scaling):
         if len(self.short_factors) != rotary_dim // 2:
             raise UserError(
                 f"LongRopeScaling has {len(self.short_factors)} factors for {rotary_dim} rotated features; expected "
-                f"one per pair of features, {rotary_dim // 2}."
+                f"one per pair of features, {rotary_dim // 2}. In config.json, short_factor and long_factor of "
+                "rope_parameters must match head_dim and partial_rotary_factor."
             )
         short_R, long_R = (
             torch.tensor(factors, dtype=torch.float32, device=length.device)

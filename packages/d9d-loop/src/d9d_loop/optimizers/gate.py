@@ -5,8 +5,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from d9d_dist import UserError
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
 from d9d_loop.optimizers.joined import JoinedOptimizer
 
@@ -53,9 +55,24 @@ def step_unless(optimizer: Optimizer, gate: Tensor) -> None:
     """
     if takes_gate(optimizer) and not counts_steps(optimizer):
         with gated(optimizer, gate):
-            optimizer.step()
+            run_step(optimizer)
     elif not gate:
+        run_step(optimizer)
+
+
+def run_step(optimizer: Optimizer) -> None:
+    """Run a step. Raise `UserError` if an operator of the optimizer does not support `DTensor` parameters."""
+    try:
         optimizer.step()
+    except (RuntimeError, NotImplementedError) as error:
+        is_on_mesh = any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"])
+        if not is_on_mesh or not any(word in str(error) for word in ("DTensor", "placement", "Sharding propagation")):
+            raise
+        raise UserError(
+            f"the optimizer {type(optimizer).__qualname__} cannot update DTensors, which the parameters of several "
+            f"ranks are: {str(error).splitlines()[0]} Expected operators that DTensor supports in place. Use an "
+            "optimizer of the configuration (docs/optimizers.md), or train on one rank."
+        ) from error
 
 
 def uncount_step(optimizer: Optimizer) -> None:

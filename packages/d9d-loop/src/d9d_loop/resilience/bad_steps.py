@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, UserError, agree
-from d9d_loop.optimizers.gate import counts_steps, gated, takes_gate, uncount_step
+from d9d_loop.optimizers.gate import counts_steps, gated, run_step, takes_gate, uncount_step
 from d9d_loop.resilience.loss_window import LossWindow
 from d9d_loop.resilience.resilience_config import BadStepAction, BadStepConfig
 from d9d_loop.resilience.same_values import NOTHING, Same, describe_difference
@@ -113,7 +113,7 @@ class StepGuard:
         self._pending.append(_Measured(step, lambda: [non_finite, is_empty, spike, loss, grad_norm, 0, 0], is_skipped))
         taken = not (is_skipped or non_finite or is_empty or (spike and self._skips_spikes))
         if taken:
-            self._optimizer.step()
+            run_step(self._optimizer)
         return taken
 
     def _step_on_device(
@@ -140,9 +140,9 @@ class StepGuard:
             if counts_steps(self._optimizer):
                 self._undecided = values
             with gated(self._optimizer, gate):
-                self._optimizer.step()
+                run_step(self._optimizer)
         elif not gate:  # host-device synchronization
-            self._optimizer.step()
+            run_step(self._optimizer)
         return gate == 0
 
     def _uncount_skipped_step(self) -> None:

@@ -18,6 +18,9 @@ HuggingFaceConfig: TypeAlias = Mapping[str, object]
 
 T = TypeVar("T", int, float, bool)
 
+DEFAULT_WINDOW = 4096
+"""Window of Qwen2 and Qwen3 models that have windows, but no entry `sliding_window`."""
+
 WINDOW_ENTRIES = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 """Entries that `read_windows` reads."""
 
@@ -133,7 +136,7 @@ def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mappin
             f"config.json has layer_types = {config['layer_types']!r} and use_sliding_window = False; expected no "
             "'sliding_attention', or use_sliding_window = True with a sliding_window."
         )
-    window = config_value(config, "sliding_window", int) + (not values.get("is_causal", True))
+    window = config_value(config, "sliding_window", int, default=DEFAULT_WINDOW) + (not values.get("is_causal", True))
     return {"sliding_window": window, "sliding_layers": layers}
 
 
