@@ -2,7 +2,8 @@
 
 A block of any language with `title="x.toml"` after its language is also a file of this name in that folder. Functions
 named `test_*` are called at the end, as by pytest. A block marked `python no-run` is skipped, and the line above it
-gives the reason: `<!-- not run: ... -->`. This file imports only the standard library, so that the README of a package
+gives the reason: `<!-- not run: ... -->`. `commands.py` runs the blocks of shell commands, which have the same marks;
+one marked `exit=2` must exit with 2. This file imports only the standard library, so that the README of a package
 runs where only that package is installed:
 
     python integration_tests/snippets.py packages/d9d-dist/README.md
@@ -12,12 +13,14 @@ import contextlib
 import re
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 _FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<ticks>```+|~~~+)(?P<info>.*)$")
+_SHELL = re.compile(r"(sh|bash|shell|console)\b")
+_EXIT = re.compile(r"\bexit=(\d+)")
 _PYTHON = re.compile(r"[{. ]*(python|py)", re.IGNORECASE)
 _TITLE = re.compile(r'\btitle="([^"]+)"')
 _NOT_RUN = re.compile(r"<!-- not run: .+ -->")
@@ -42,8 +45,17 @@ class Block:
         return _PYTHON.match(self.info) is not None
 
     @property
+    def is_shell(self) -> bool:
+        return _SHELL.match(self.info) is not None
+
+    @property
+    def exit_code(self) -> int:
+        match = _EXIT.search(self.info)
+        return 0 if match is None else int(match[1])
+
+    @property
     def runs(self) -> bool:
-        return self.is_python and "no-run" not in self.info.split()
+        return (self.is_python or self.is_shell) and "no-run" not in self.info.split()
 
 
 def blocks(text: str) -> list[Block]:
@@ -68,15 +80,26 @@ def blocks(text: str) -> list[Block]:
     if opened is not None:
         raise ValueError(f"line {opened[0]}: the block is never closed.")
     for block in found:
-        if block.is_python and not block.runs and not _NOT_RUN.fullmatch(page[max(block.line - 3, 0)]):
+        if (
+            (block.is_python or block.is_shell)
+            and not block.runs
+            and not _NOT_RUN.fullmatch(page[max(block.line - 3, 0)])
+        ):
             raise ValueError(f"line {block.line - 1}: expected the reason above the block: <!-- not run: ... -->")
     return found
 
 
-def run_page(page: Path, folder: Path) -> int:
-    """Run the snippets of a page in `folder`, and return the number of blocks. Exceptions of snippets propagate."""
+RunShell = Callable[[str, Path, int], None]
+"""Function that runs the commands of a block in a folder, and raises if one exits with another code."""
+
+
+def run_page(page: Path, folder: Path, *, run_shell: RunShell | None = None) -> int:
+    """Run the snippets of a page in `folder`, and return the number of blocks. Exceptions of snippets propagate.
+
+    Without `run_shell`, blocks of shell commands are skipped.
+    """
     snippets = blocks(page.read_text(encoding="utf-8"))
-    python = [block for block in snippets if block.runs]
+    python = [block for block in snippets if block.runs and block.is_python]
     namespace = ModuleType(re.sub(r"\W", "_", f"snippets_of_{page.parent.name}_{page.stem}"))
     whole = folder / f"{namespace.__name__}.py"
     whole.write_text(_on_their_lines(python), encoding="utf-8")
@@ -86,8 +109,11 @@ def run_page(page: Path, folder: Path) -> int:
             if block.title is not None:
                 Path(block.title).parent.mkdir(parents=True, exist_ok=True)
                 Path(block.title).write_text(block.code, encoding="utf-8")
-            if block.runs:
+            if block.runs and block.is_python:
                 _run(block, namespace, whole, page)
+            elif block.runs and run_shell is not None:
+                with _noting(f"in the commands at {page}:{block.line}"):
+                    run_shell(block.code, folder, block.exit_code)
         for name in [name for name in vars(namespace) if name.startswith("test_")]:
             vars(namespace)[name]()
     return len(python)
@@ -124,13 +150,21 @@ def _run(block: Block, namespace: ModuleType, whole: Path, page: Path) -> None:
     before = {key: vars(namespace).get(key) for key in names}
     try:
         vars(namespace).update(names)
-        code = compile(above + block.code, str(source), "exec", dont_inherit=True)
-        exec(code, vars(namespace))  # noqa: S102  (our own documentation)
-    except BaseException as error:
-        error.add_note(f"in the snippet at {page}:{block.line}")
-        raise
+        with _noting(f"in the snippet at {page}:{block.line}"):
+            code = compile(above + block.code, str(source), "exec", dont_inherit=True)
+            exec(code, vars(namespace))  # noqa: S102  (our own documentation)
     finally:
         vars(namespace).update(before)
+
+
+@contextlib.contextmanager
+def _noting(note: str) -> Generator[None]:
+    """Add a note to exceptions of the body."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(note)
+        raise
 
 
 if __name__ == "__main__":

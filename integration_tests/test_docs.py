@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from commands import run_commands
+from page_files import PAGE_FILES
 from snippets import MAIN_GUARD, blocks, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,12 +17,19 @@ PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob(
 
 
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
+_SAMPLE_OF_COMMANDS = "docs/chat_and_eval.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-@pytest.mark.sample("docs/index.md", "docs/quickstart.md", *(name for name in NAMES if name.endswith("README.md")))
-def test_snippets_run(page: Path, tmp_path: Path) -> None:
-    run_page(page, tmp_path)
+@pytest.mark.sample(
+    "docs/index.md", "docs/quickstart.md", _SAMPLE_OF_COMMANDS, *(name for name in NAMES if name.endswith("README.md"))
+)
+def test_snippets_run(page: Path, tmp_path: Path, exhaustive: bool) -> None:
+    name = page.relative_to(ROOT).as_posix()
+    has_commands = exhaustive or name == _SAMPLE_OF_COMMANDS
+    if has_commands and name in PAGE_FILES:
+        PAGE_FILES[name](tmp_path)
+    run_page(page, tmp_path, run_shell=run_commands if has_commands else None)
     assert not dist.is_initialized(), "a snippet left its process group running"
 
 
@@ -84,6 +93,39 @@ def test_a_titled_snippet_is_a_file_and_shares_the_namespace(tmp_path: Path) -> 
         "assert inspect.getmodule(there) is not None\n```\n",
     )
     assert run_page(page, tmp_path) == 3
+
+
+def test_commands_run_in_the_order_of_the_page(tmp_path: Path) -> None:
+    page = _page(
+        tmp_path,
+        '```python title="a.py"\nimport os, sys\nprint(os.environ.get("D9D_X"), sys.argv, file=open("out", "a"))\n```\n'
+        '```sh\nD9D_X=1 python a.py "b c" \\\n    $(echo d)  # comment\npython a.py\n```\n'
+        "```python\nfound = open('out').read().splitlines()\n"
+        """assert found[1:] == ["1 ['a.py', 'b c', 'd']", "None ['a.py']"]\n```\n"""
+        "```bash exit=2\nd9d-plan missing.toml\n```\n",
+    )
+    run_page(page, tmp_path, run_shell=run_commands)
+    failing = _page(tmp_path, "```sh\nd9d-plan missing.toml\n```\n")
+    with pytest.raises(AssertionError, match=r"^d9d-plan missing\.toml exited with \[.*2.*\]; expected 0"):
+        run_page(failing, tmp_path, run_shell=run_commands)
+    with pytest.raises(ValueError, match=r"expected one simple command in a line\. Mark the block `no-run`"):
+        run_page(_page(tmp_path, "```sh\nls | wc\n```\n"), tmp_path, run_shell=run_commands)
+    with pytest.raises(ValueError, match=r"line 1: expected the reason above the block: <!-- not run: \.\.\. -->"):
+        run_page(_page(tmp_path, "```sh no-run\nls\n```\n"), tmp_path)
+
+
+def test_pages_with_files_exist_and_run_commands() -> None:
+    with_commands = {
+        name
+        for name, page in zip(NAMES, PAGES, strict=True)
+        if any(block.is_shell and block.runs for block in blocks(page.read_text(encoding="utf-8")))
+    }
+    assert PAGE_FILES.keys() <= with_commands
+    others = {path for path in (ROOT / "docs").glob("*.md") if path not in PAGES}
+    for path in others:
+        shown = blocks(path.read_text(encoding="utf-8"))
+        assert not [block for block in shown if block.is_shell and block.runs], f"{path}: no test runs its commands"
+    assert len(with_commands) >= 8
 
 
 def test_a_failing_snippet_fails_with_its_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from benchmark_records import read_output  # noqa: E402
 from docs_benchmarks import change, table  # noqa: E402
 from docs_llms import first_sentence  # noqa: E402
 from docs_reference import SOURCE, exported, pages  # noqa: E402
+from docs_site import on_page_markdown  # noqa: E402
 
 
 def test_a_change_of_more_than_five_percent_is_flagged() -> None:
@@ -51,3 +52,13 @@ def test_each_public_name_of_d9d_loop_is_on_one_page() -> None:
 
 def test_the_first_sentence_of_a_page_has_no_links() -> None:
     assert first_sentence("# T\n\n![x](y)\n\nA [model](m.md) is\n**plain**. More.") == "A model is plain."
+
+
+@pytest.mark.parametrize("fence", ["sh no-run", "bash exit=2", "python no-run", 'toml title="a.toml"'])
+def test_blocks_with_marks_of_the_tests_are_rendered_as_code(fence: str) -> None:
+    import markdown  # noqa: PLC0415 - a part of the docs group
+
+    page = on_page_markdown(f"text\n\n```{fence}\nls\n```\n")
+    rendered = markdown.markdown(page, extensions=["pymdownx.superfences", "pymdownx.highlight"])
+    assert '<div class="highlight">' in rendered
+    assert "no-run" not in rendered

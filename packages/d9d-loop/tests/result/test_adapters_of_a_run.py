@@ -1,8 +1,6 @@
 """Commands on a run that has only adapters: its model is that of `peft` on the same base."""
 
-import io
 import json
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,22 +131,3 @@ def test_a_missing_base_is_named(trained: Path, tmp_path: Path) -> None:
         load_result(adapters, device=CPU, base=trained / "base", weights="dequantized")
     with pytest.raises(UserError, match="base is a whole model; expected adapters to merge"):
         export_command.main([str(trained / "base")])
-
-
-def test_the_commands_of_the_page_run_as_written(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = Path(__file__).resolve().parents[4] / "docs" / "chat_and_eval.md"
-    block = page.read_text(encoding="utf-8").split("```bash\n")[1].split("```")[0]
-    for name in ("sft", "qlora"):
-        shutil.copytree(trained / "runs" / "pretrain", tmp_path / "runs" / name)
-    write_lines(tmp_path / "held_out.jsonl", [{"text": "one and two"}])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n/quit\n"))
-    mains = {"d9d-chat": chat_command.main, "d9d-eval": eval_command.main, "d9d-export": export_command.main}
-    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-    for command, *words in lines:
-        if "--tasks" not in words:  # needs lm-eval
-            mains[command](words)
-            assert capsys.readouterr().out
-    assert {command for command, *_ in lines} == set(mains)
