@@ -14,9 +14,9 @@ from d9d_dist.lazy_exports import exports
 
 SOURCE = Path(__file__).resolve().parents[1] / "packages" / "d9d-loop" / "src" / "d9d_loop"
 TOPICS = {
-    "job": ("Trainer and job", {"job", "engine", "task", "cli_main", "evaluation_mode"}),
+    "job": ("Trainer and job", {"job", "engine", "task", "cli_main", "evaluation_mode", "preset_job"}),
     "model": ("Models", {"model"}),
-    "config": ("Configuration models", {"config"}),
+    "config": ("Configuration models", {"config", "section"}),
     "data": ("Data", {"data"}),
     "events": ("Events", {"event_bus", "events"}),
     "optimizers": ("Optimizers", {"optimizers"}),
