@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from d9d_dist._model_tensors import canonical_name
 from d9d_dist.checksum import checksum
 from d9d_dist.consensus import gather_json
-from d9d_dist.errors import UserError
+from d9d_dist.errors import UserError, shorten
 from d9d_dist.shards import local_tensor
 
 _SHOWN = 3
@@ -39,9 +39,8 @@ def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[
         differing = [name for name in every if len({values.get(name) for _, values in received}) > 1]
         names = list(dict.fromkeys([*differing, *(name for each, _ in received for name in each)]))
     if names:
-        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
         raise UserError(
-            f"the values of {', '.join(names[:_SHOWN])}{more} differ between the {mesh.size()} ranks that would "
+            f"the values of {shorten(names, _SHOWN)} differ between the {mesh.size()} ranks that would "
             "share them; expected equal values. Call torch.manual_seed with the same seed on all ranks before the "
             "model is built, or build it on `meta`."
         )

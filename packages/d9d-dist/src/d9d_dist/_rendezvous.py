@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from d9d_dist.consensus import name_ranks
-from d9d_dist.errors import AddressInUseError, StartupTimeoutError, UserError
+from d9d_dist.errors import AddressInUseError, StartupTimeoutError, UserError, shorten
 from d9d_dist.failures import leave_store
 from d9d_dist.launch import Launch
 from d9d_dist.peers import hosts_of, publish_self
@@ -152,13 +152,9 @@ def _describe_missing(store: dist.Store, launch: Launch, timeout: timedelta) -> 
     hosts = {
         rank // launch.local_world_size: host for rank, host in zip(arrived, hosts_of(store, arrived), strict=True)
     }
-    where = _join([f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes])
+    where = shorten([f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes])
     return (
         f"{name_ranks(missing)} of {where} did not start within {timeout.total_seconds():g} s; the other "
-        f"{len(arrived)} ranks waited on {_join(sorted(set(hosts.values())))}. Check whether all nodes started their "
+        f"{len(arrived)} ranks waited on {shorten(sorted(set(hosts.values())))}. Check whether all nodes started their "
         f"ranks, and whether they reach the job's store, which {store_place(launch)} hosts."
     )
-
-
-def _join(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from d9d_dist.collectives import all_gather, host_device
-from d9d_dist.errors import UserError
+from d9d_dist.errors import UserError, shorten
 
 _MAX_BYTES = 1 << 28  # bytes of JSON per rank
 _MAX_PROBLEM = 4000  # maximum length of a problem's text, in characters, in messages that list ranks
@@ -99,8 +99,7 @@ def agree(
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 1, 2" for messages, with at most 8 numbers."""
-    more = f" and {len(ranks) - _RANKS_SHOWN} more" if ranks[_RANKS_SHOWN:] else ""
-    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:_RANKS_SHOWN]))}{more}"
+    return f"rank{'s' if ranks[1:] else ''} {shorten(ranks, _RANKS_SHOWN)}"
 
 
 def _encode(value: Any) -> tuple[bytes, bool]:

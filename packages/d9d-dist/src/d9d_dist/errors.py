@@ -1,7 +1,7 @@
 """Exceptions that the command line distinguishes from bugs: invalid user input, and ranks that do not start."""
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 
@@ -33,6 +33,12 @@ class StartupTimeoutError(RuntimeError):
 
     `d9d_loop.cli_main` prints it without a traceback and exits with code 124.
     """
+
+
+def shorten(names: Iterable[object], most: int = 8) -> str:
+    """Format names for a message: the first `most`, and the number of further ones."""
+    shown = list(map(str, names))
+    return (", ".join(shown[:most]) or "none") + (f" and {len(shown) - most} more" if shown[most:] else "")
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_peft._targets import shorten
+from d9d_dist.errors import shorten
 from d9d_state import StateMapper
 
 

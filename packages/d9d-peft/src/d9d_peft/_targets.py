@@ -11,7 +11,6 @@ from d9d_dist import UserError
 Target: TypeAlias = str | type[nn.Module] | tuple[type[nn.Module], ...]
 """Regular expression that is searched in qualified names (`re.search`), or one or several module types."""
 
-_MAX_NAMES = 8
 # Child layers whose weights torch uses without calling the layer, and the consequence for an adapter of the layer.
 _NOT_CALLED: Mapping[type[nn.Module], tuple[tuple[str, ...], str]] = {
     nn.MultiheadAttention: (("out_proj",), "would have no effect"),
@@ -65,12 +64,6 @@ def refuse_layers(layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Modu
                     f"the layer: an adapter {outcome}. Narrow the target, train the layer with FullTune, or replace "
                     f"nn.{kind.__name__} by a module that calls its layers."
                 )
-
-
-def shorten(names: list[str]) -> str:
-    """Format a list of names for a message: the first eight, and the number of further ones."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return (", ".join(names[:_MAX_NAMES]) or "none") + more
 
 
 def describe(target: Target) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from d9d_dist import UserError, canonical_name, local_tensor
-from d9d_peft._targets import shorten
+from d9d_dist.errors import shorten
 from d9d_peft.adapter import adapter_parameters, all_adapters, child_name
 
 

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, agree, copy_from_full_
-from d9d_peft._targets import shorten
+from d9d_dist.errors import shorten
 from d9d_peft.adapter import DEFAULT_ADAPTER
 from d9d_peft.peft_config import (
     config_low_rank,

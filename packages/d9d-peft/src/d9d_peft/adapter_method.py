@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from d9d_dist import UserError
-from d9d_peft._targets import shorten
+from d9d_dist.errors import shorten
 from d9d_peft.dora import DoRA
 from d9d_peft.full_tune import FullTune
 from d9d_peft.lora import LoRA

@@ -6,7 +6,8 @@ from typing import final
 
 from torch import nn
 
-from d9d_peft._targets import Target, check_target, is_target, shorten
+from d9d_dist.errors import shorten
+from d9d_peft._targets import Target, check_target, is_target
 from d9d_peft.method import Plan, first_names
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from d9d_dist import UserError, full_tensor, local_region
-from d9d_peft._targets import Target, check_target, describe, is_target, refuse_layers, shorten
+from d9d_dist.errors import shorten
+from d9d_peft._targets import Target, check_target, describe, is_target, refuse_layers
 from d9d_peft.adapter import Adapter
 from d9d_peft.method import Plan, first_names
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import UserError
-from d9d_peft._targets import shorten
+from d9d_dist.errors import shorten
 from d9d_peft.adapter import DEFAULT_ADAPTER, Adapter, adapter_parameters, adapters_of, attach, child_name
 from d9d_state import StateMapper, identity_of, keep, parallel
 

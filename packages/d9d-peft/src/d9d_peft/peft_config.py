@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from d9d_dist import UserError
-from d9d_peft._targets import shorten
+from d9d_dist.errors import shorten
 from d9d_peft.low_rank import LowRank
 
 _TYPES: Mapping[str, tuple[type, ...]] = {

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from d9d_dist import UserError, local_tensor
+from d9d_dist.errors import shorten
 from d9d_peft._grouped import grouped_product
-from d9d_peft._targets import Target, check_target, is_target, shorten
+from d9d_peft._targets import Target, check_target, is_target
 from d9d_peft.adapter import adapters_of
 from d9d_peft.all_linear import weight_of
 from d9d_peft.block_format import BlockFormat, dequantize_blocks, quantize_blocks, quantize_weight

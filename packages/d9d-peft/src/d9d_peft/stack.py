@@ -6,7 +6,7 @@ from typing import final
 from torch import nn
 
 from d9d_dist import UserError
-from d9d_peft._targets import shorten
+from d9d_dist.errors import shorten
 from d9d_peft.method import PeftMethod, Plan
 
 

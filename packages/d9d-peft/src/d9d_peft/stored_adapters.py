@@ -7,8 +7,8 @@ from typing import NamedTuple, final
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, agree, canonical_name, gather_json
+from d9d_dist.errors import shorten
 from d9d_peft._checkpoint_names import JointParameter, checkpoint_name, group_names
-from d9d_peft._targets import shorten
 from d9d_peft.adapter import DEFAULT_ADAPTER, adapted_layers, adapter_parameters, all_adapters
 from d9d_peft.all_linear import weight_of
 from d9d_peft.dora import DoraAdapter

@@ -22,6 +22,7 @@ from d9d_dist import (
     gather_json,
     grad_dtype_of,
 )
+from d9d_dist.errors import shorten
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
@@ -210,9 +211,9 @@ class TrainStep:
         ]
         if new:
             raise UserError(
-                f"{_some(new)} require gradients, but did not at the start of the training, so the optimizer does not "
-                "have them; expected the trainable parameters of the start. Unfreeze them in the function or provider "
-                "that builds the model, or build another Engine."
+                f"{shorten(new)} require gradients, but did not at the start of the training, so the optimizer does "
+                "not have them; expected the trainable parameters of the start. Unfreeze them in the function or "
+                "provider that builds the model, or build another Engine."
             )
 
     def _name_unused(self) -> None:
@@ -227,7 +228,7 @@ class TrainStep:
         unused = candidates - _names(used)
         if unused and self._ctx.is_main_process:
             print(
-                f"d9d: {_some(sorted(unused))} got no gradient in the first step, so the loss does not depend on it. "
+                f"d9d: {shorten(sorted(unused))} got no gradient in the first step, so the loss does not depend on it. "
                 "Use it in forward, or freeze it.",
                 flush=True,
             )
@@ -310,11 +311,6 @@ class TrainStep:
 def _names(of_ranks: list[Any]) -> set[str]:
     """Return the union of the names of all ranks; the simulated ranks of a dry run send none."""
     return {name for names in of_ranks for name in names or ()}
-
-
-def _some(names: list[str]) -> str:
-    """Return up to 8 names as text, and the number of the others."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def _checked(loss: object) -> Loss:

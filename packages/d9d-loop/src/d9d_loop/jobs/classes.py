@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 from d9d_dist import UserError
+from d9d_dist.errors import shorten
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.model.hugging_face_model import read_config
 
@@ -46,7 +47,7 @@ class Classes:
             )
         if wanted not in (None, len(labels)):
             raise UserError(
-                f"model.num_labels = {wanted}, but dataset.files has {len(labels)} labels: {_shortened(labels)}; "
+                f"model.num_labels = {wanted}, but dataset.files has {len(labels)} labels: {shorten(labels)}; "
                 "expected equal numbers. Set model.id2label for classes without samples."
             )
         names = sorted(labels, key=lambda label: (0, int(label), label) if _INTEGER.fullmatch(label) else (1, 0, label))
@@ -91,7 +92,7 @@ def _known_names(config: TextJobConfig) -> list[str] | None:
         raise UserError(f"model.id2label = {given!r:.60}; expected a table such as {{0 = 'no', 1 = 'yes'}}.")
     numbered = {int(number): str(name) for number, name in given.items()}
     if sorted(numbered) != list(range(len(numbered))):
-        raise UserError(f"id2label has the numbers {_shortened(numbered)}; expected 0 to {len(numbered) - 1}.")
+        raise UserError(f"id2label has the numbers {shorten(numbered)}; expected 0 to {len(numbered) - 1}.")
     return [numbered[number] for number in range(len(numbered))]
 
 
@@ -115,12 +116,7 @@ def _numbers(names: list[str], labels: Iterable[str]) -> dict[str, int]:
         return {label: by_number[label] for label in labels}
     unknown = sorted(label for label in labels if label not in by_name)
     raise UserError(
-        f"the model has the classes {_shortened(names)}, but dataset.files has the labels {_shortened(unknown)}; "
+        f"the model has the classes {shorten(names)}, but dataset.files has the labels {shorten(unknown)}; "
         f"expected those names, or their numbers 0 to {len(names) - 1}. Correct the labels, name the classes in "
         "model.id2label, or set model.num_labels to another number of classes for a new head."
     )
-
-
-def _shortened(values: Iterable[Any]) -> str:
-    shown = [str(value) for value in values]
-    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")

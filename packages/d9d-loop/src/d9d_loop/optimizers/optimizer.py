@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 from pydantic import model_validator as validator
 
 from d9d_dist import UserError
+from d9d_dist.errors import shorten
 from d9d_loop import optimizers
 from d9d_loop.section import Section
 
@@ -34,7 +35,6 @@ OptimizerProvider: TypeAlias = Callable[["nn.Module"], "Optimizer"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _RATE = "Peak learning rate; the schedule multiplies it."
 _DECAY = "Weight decay of the parameters that `decays` selects."
-_SHOWN = 8
 
 
 class GroupConfig(Section):
@@ -379,10 +379,9 @@ def assign(members: list[Member], groups: Sequence[GroupConfig], *, whole: bool 
 
 
 def _explain_matrices(wrong: list[Member]) -> str:
-    shown = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter, _ in wrong[:_SHOWN])
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    shown = shorten(f"{name} {list(parameter.shape)}" for name, parameter, _ in wrong)
     return (
-        f"Muon updates matrices, but got {shown}{more}, which are no matrices. Use another optimizer for them: "
+        f"Muon updates matrices, but got {shown}, which are no matrices. Use another optimizer for them: "
         '[[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
     )
 
@@ -395,9 +394,8 @@ def _explain(members: list[Member], group: GroupConfig) -> str:
             "expected at least one. Move it before them, or remove it."
         )
     names = [name for name, _, _ in members]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"{shown} matches no trainable parameter; expected at least one of "
-        f"{', '.join(names[:_SHOWN])}{more}. Correct the pattern, which is searched in these names, or remove the "
+        f"{shorten(names)}. Correct the pattern, which is searched in these names, or remove the "
         "group."
     )

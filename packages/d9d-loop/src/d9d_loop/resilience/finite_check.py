@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, canonical_name, gather_json, local_tensor
+from d9d_dist.errors import shorten
 from d9d_loop.resilience.bad_steps import BadStepError
-
-_SHOWN = 8
 
 
 @torch.no_grad()
@@ -40,9 +39,8 @@ def check_finite(
         bad = [name for name, value, limit in zip(trained, values, limits, strict=True) if not value <= limit]
     names = sorted({name for each in gather_json(bad, alone=ctx.world_size == 1) for name in each})
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise BadStepError(
-            f"after step {step}, {', '.join(names[:_SHOWN])}{more} are not finite, or beyond the range of their dtype, "
+            f"after step {step}, {shorten(names)} are not finite, or beyond the range of their dtype, "
             "so the model is neither saved nor exported; earlier checkpoints are kept. The loss and the gradients were "
             "finite: lower optimizer.learning_rate, or raise optimizer.eps."
         )
