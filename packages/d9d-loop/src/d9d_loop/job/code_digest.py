@@ -12,20 +12,18 @@ import platform
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from d9d_loop.model.built_model import describe_tensors
-
-if TYPE_CHECKING:
-    from d9d_loop.job.plan import JobPlan
+from d9d_loop.model.built_model import BuiltModel, describe_tensors
+from d9d_loop.task import Task
 
 Parts: TypeAlias = dict[str, str]
 _Seen: TypeAlias = dict[int, tuple[int, Any]]
@@ -47,23 +45,21 @@ def source_digests(model_folder: Path | None = None) -> dict[str, str]:
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
 
 
-def describe_code(plan: "JobPlan") -> dict[str, Parts]:
+def describe_code(model: BuiltModel, task: Task, others: Mapping[str, object]) -> dict[str, Parts]:
     """Return what all ranks must agree on, by the name of each part in an error message.
 
-    Flags of the task are not compared: a task may print on rank 0 only.
+    `others` are more objects of the user, by name. Flags of the task are not compared: a task may print on rank 0 only.
     """
     user = {
-        "the task": type(plan.task),
-        **{f"the task's {name}": value for name, value in vars(plan.task).items() if not isinstance(value, bool)},
-        "collate": plan.data.collate,
-        "the optimizer": plan.optimizer,
-        "the learning-rate schedule": plan.lr_schedule,
+        "the task": type(task),
+        **{f"the task's {name}": value for name, value in vars(task).items() if not isinstance(value, bool)},
+        **others,
     }
     return {
         "the software": _versions(),
         "the script": {"its text": _script()},
-        "the structure of the model": describe_tensors(plan.model.built.tensors),
-        "the model": dict(describe_model(plan.model.built.module)),
+        "the structure of the model": describe_tensors(model.tensors),
+        "the model": dict(describe_model(model.module)),
         "the code of the job": {name: _describe(value, {}) for name, value in user.items()},
     }
 

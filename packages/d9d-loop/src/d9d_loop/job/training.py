@@ -80,7 +80,12 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
 
 def _agree_on_plan(plan: JobPlan, ctx: DistributedContext) -> None:
     """Raise `UserError` on all ranks if a rank has other code, another configuration or other data. Collective."""
-    code = describe_code(plan) if ctx.world_size > 1 else {}
+    others = {
+        "collate": plan.data.collate,
+        "the optimizer": plan.optimizer,
+        "the learning-rate schedule": plan.lr_schedule,
+    }
+    code = describe_code(plan.model.built, plan.task, others) if ctx.world_size > 1 else {}
     agree(same={**code, "the configuration": dict(flatten(redact_secrets(plan.resolved)))})
     agree_on_data({"the training data": plan.data_identity(), "the evaluation data": plan.evaluation_identity()})
 
