@@ -113,6 +113,13 @@ def test_invalid_options_raise() -> None:
         generate(_successor, prompt, max_new_tokens=1, max_context=0)
     with pytest.raises(UserError, match=r"temperature = -1\.0; expected 0 \(greedy decoding\) or more"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=-1.0)
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(
+            UserError, match=rf"temperature = {wrong}; expected 0 .greedy decoding. or more, and finite"
+        ):
+            generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=wrong)
+    with pytest.raises(UserError, match=r"max_new_tokens = -1; expected 0 or more"):
+        generate(_successor, prompt, max_new_tokens=-1, max_context=1)
     with pytest.raises(UserError, match=r"top_k = 0; expected at least 1, or None for all tokens"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, top_k=0)
     with pytest.raises(UserError, match=r"pad_to_multiple_of = 0; expected at least 1"):

@@ -45,7 +45,7 @@ class Loss:
 
         `count` is the number of values that count, such as the number of labels: ignored ones are 0.
         """
-        return cls(values.sum(), count, tokens or {})
+        return cls(values.sum(), count, {} if tokens is None else tokens)
 
     @classmethod
     def mean(
@@ -55,7 +55,7 @@ class Loss:
         tokens: Mapping[str, torch.Tensor] | None = None,
     ) -> "Loss":
         """Return the loss of a 0-dim mean over `count` items of the microbatch, as most loss functions return it."""
-        return cls(mean * count, count, tokens or {})
+        return cls(mean * count, count, {} if tokens is None else tokens)
 
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss]

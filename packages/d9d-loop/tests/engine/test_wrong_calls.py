@@ -84,6 +84,25 @@ def test_a_loss_without_a_scalar_total_and_a_scalar_weight_is_refused(loss: Any,
         engine.forward_backward(BATCHES, loss)
 
 
+TOKENS: list[tuple[Any, str]] = [
+    (torch.ones(1, 2), "got a Tensor as values per token; expected a dict of tensors"),
+    (
+        {"x": torch.ones(1)},
+        r"got a tensor of shape \(1,\) as the values 'x' per token; expected a tensor \[B, L\]. Exp",
+    ),
+    ({"x": [1.0]}, r"got a list as the values 'x' per token; expected a tensor \[B, L\]"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "message"), TOKENS, ids=["tensor", "row", "list"])
+def test_values_that_are_not_per_token_are_an_error(tokens: Any, message: str, tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        with pytest.raises(UserError, match=message):
+            engine.score(BATCHES, lambda outputs, batch: tokens)
+        with pytest.raises(UserError, match=message):
+            engine.forward_backward(BATCHES, lambda outputs, batch: Loss.sum(outputs, 2, tokens=tokens))
+
+
 def test_a_negative_weight_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         engine.forward_backward(BATCHES, lambda outputs, batch: Loss(outputs.sum(), -1.0))

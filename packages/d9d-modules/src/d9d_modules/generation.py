@@ -3,6 +3,7 @@
 Shape legend: B batch, P prompt length, N new tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -99,6 +100,8 @@ def generate(
             does not support it: context parallelism, pipeline stages, RoPE scaling by the length of a row, or a token
             mixer without a cache. On every rank, if arguments differ between ranks that compute the same rows.
     """
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens = {max_new_tokens}; expected 0 or more.")
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_seeds(row_seeds, input_ids, generator)
     sharing, multiple = sharing_of(model)
@@ -267,8 +270,8 @@ def _check_options(
         raise UserError(f"input_ids have shape {tuple(input_ids.shape)}; expected [batch, length] with length >= 1.")
     if max_context < 1:
         raise UserError(f"max_context = {max_context}; expected at least 1 token.")
-    if temperature < 0:
-        raise UserError(f"temperature = {temperature}; expected 0 (greedy decoding) or more.")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature = {temperature}; expected 0 (greedy decoding) or more, and finite.")
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k = {top_k}; expected at least 1, or None for all tokens.")
     if top_p is not None and not 0.0 < top_p <= 1.0:

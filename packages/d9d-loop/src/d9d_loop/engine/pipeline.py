@@ -161,9 +161,9 @@ class Pipeline:
         """Return values per token as whole rows on every rank. Collective over the context-parallel and pipeline ranks.
 
         `values` are those of each batch by name, [B, L] for this rank's part of the rows. Ranks without the last stage
-        pass an empty list. Raises `UserError` if a value is not a tensor with a token dim.
+        pass an empty list. Raises `UserError` if a value is not a tensor with a token dim, in any layout.
         """
-        mine: list[Mapping[str, Tensor]] = [{name: value.detach() for name, value in each.items()} for each in values]
+        mine: list[Mapping[str, Tensor]] = [_checked_tokens(each) for each in values]
         if self._split is not None and self.has_last_stage:
             mine = self._split.join(mine)
         if self.group is None:
@@ -244,6 +244,22 @@ class WholeRows:
             return self._model(ids_BL, **whole)
         own = self._split.split(whole) or {"position_ids": self._split.positions(ids_BL.shape[1])}
         return self._split.join(self._model(self._split.split(ids_BL), **own))
+
+
+def _checked_tokens(values: Any) -> dict[str, Tensor]:
+    """Return values per token without gradient. Raise UserError if they are no tensors [B, L, ...] by name."""
+    if not isinstance(values, Mapping):
+        raise UserError(
+            f"got a {type(values).__name__} as values per token; expected a dict of tensors [B, L] by name."
+        )
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(
+                f"got a {shape} as the values {name!r} per token; expected a tensor [B, L]. Expand a value of each row "
+                "over its tokens."
+            )
+    return {name: value.detach() for name, value in values.items()}
 
 
 def _takes_mask(stage: nn.Module) -> bool:
