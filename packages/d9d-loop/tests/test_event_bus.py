@@ -129,6 +129,15 @@ def test_only_event_classes_can_be_subscribed_to(kind: Any) -> None:
             wait()
 
 
+@pytest.mark.parametrize("handler", [lambda: None, lambda event, step: None], ids=["none", "two"])
+def test_a_handler_that_cannot_take_an_event_is_an_error_at_once(handler: Any) -> None:
+    message = r"^the event handler .*<lambda> cannot be called with an event: .*; expected a function of one argument"
+    with pytest.raises(UserError, match=message):
+        Events().on(StepDone, handler)
+    Events().on(StepDone, print)
+    Events().on(StepDone, partial(lambda step, event: None, 1))
+
+
 def _draw() -> tuple[float, float, float]:
     return random.random(), torch.rand(()).item(), float(np.random.rand())  # noqa: S311
 

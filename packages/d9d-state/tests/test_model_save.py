@@ -3,6 +3,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from d9d_dist.testing import run_ranks
 from d9d_state import (
     StateError,
     StateMapper,
+    check_export,
     concat,
     convert_model_state,
     drop,
@@ -149,6 +151,35 @@ def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"thesis\.tex is a file; expected a folder"):
         save_model_state(nn.Linear(2, 3), tmp_path / "thesis.tex")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_tokenizer_of_an_earlier_export_is_kept_unless_the_new_one_has_its_own(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(2, 3), tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("mine")
+    save_model_state(nn.Linear(2, 3), tmp_path, extra_files={"tokenizer.json": {"of": "the new one"}})
+    assert (tmp_path / "chat_template.jinja").read_text() == "mine"
+    assert "the new one" in (tmp_path / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("extra_files", "message"),
+    [
+        ({}, r"holds thesis\.tex, which this export would delete"),
+        ({"a/b": {}}, r"the files beside the weights: got the extra file 'a/b'; expected a plain file name"),
+        ({"config.json": {"values": {1}}}, r"the files beside the weights: .*set"),
+    ],
+)
+def test_what_an_export_needs_is_checked_without_writing(
+    tmp_path: Path, extra_files: dict[str, Any], message: str
+) -> None:
+    check_export(tmp_path, extra_files={"config.json": {}})
+    check_export(tmp_path / "absent")
+    if not extra_files:
+        (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=message):
+        check_export(tmp_path, extra_files=extra_files)
+    assert len(list(tmp_path.iterdir())) == (not extra_files)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "model.safetensors", "model.safetensors.index.json"])

@@ -79,6 +79,7 @@ class Events:
     def on(self, kind: type[E], handler: Callable[[E], object]) -> None:
         """Register a handler for events of exactly this class, excluding subclasses."""
         _check_kind(kind)
+        _check_handler(handler)
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
@@ -142,6 +143,20 @@ class Events:
 def _check_kind(kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Event)):
         raise UserError(f"got {kind!r}; expected an event class such as StepDone.")
+
+
+def _check_handler(handler: Callable[..., object]) -> None:
+    """Raise `UserError` if a handler cannot be called with one event, so that it does not fail at its first event."""
+    try:
+        inspect.signature(handler).bind(None)
+    except ValueError:  # a C function without a signature
+        return
+    except TypeError as error:
+        name = getattr(handler, "__qualname__", repr(handler))
+        raise UserError(
+            f"the event handler {name} cannot be called with an event: {error}; expected a function of one argument, "
+            "the event."
+        ) from None
 
 
 @contextmanager

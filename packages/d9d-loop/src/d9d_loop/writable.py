@@ -1,4 +1,4 @@
-"""Check of a run folder, before a job starts."""
+"""Check of a folder to write to, before a job starts."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from d9d_dist import UserError
 from d9d_state import StateError
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, *, section: str = "run") -> None:
     """Raise `UserError` if a folder, or its nearest existing parent, is a file or not writable. Creates nothing.
 
     Raises `StateError` if the file system is mounted read-only.
@@ -17,9 +17,10 @@ def check_writable(folder: Path) -> None:
     while not os.access(existing, os.F_OK):
         existing = existing.parent
     if os.statvfs(existing).f_flag & os.ST_RDONLY:  # such as a disk after an error: a restart may help
-        raise StateError(f"run folder {folder}: {existing} is on a file system that is mounted read-only.")
+        raise StateError(f"{section} folder {folder}: {existing} is on a file system that is mounted read-only.")
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "is not writable" if existing.is_dir() else "is a file, not a folder"
         raise UserError(
-            f"run folder {folder}: {existing} {reason}. Choose another folder with --run.folder, or change permissions."
+            f"{section} folder {folder}: {existing} {reason}. Choose another folder with --{section}.folder, or change "
+            "permissions."
         )

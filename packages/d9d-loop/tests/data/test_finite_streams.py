@@ -96,7 +96,11 @@ def test_the_last_step_of_training_has_the_remaining_samples() -> None:
     seen = []
     for rank in range(2):
         loader = StreamLoader(_indexed(1), Share(2, 2, rank, 2), seed=0, collate=list)
-        steps = [(batches, loader.num_own) for batches in loader]
+        steps, short = [], []
+        for batches in loader:
+            steps.append((batches, loader.num_own))
+            short.append(loader.has_stand_ins)
+        assert short == [False, True]  # on both ranks
         assert [[len(batch) for batch in batches] for batches, _ in steps] == [[2, 2], [2, 1] if rank == 0 else [1, 1]]
         assert [num_own for _, num_own in steps] == [2, 1 if rank == 0 else 0]
         seen += [sample for batches, num_own in steps for batch in batches[:num_own] for sample in batch]

@@ -376,6 +376,22 @@ def test_batch_norms_in_training_mode_are_refused_with_dummy_batches(ctx: Distri
     engine.accumulate([_batch(0), _batch(1)], LOSS, num_own=1)
 
 
+def _batch_norm_on_uneven_ranks() -> str:
+    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        engine = _engine(model, _sgd(model), ctx)
+        try:
+            engine.forward_backward([_batch(0)] * (1 + ctx.rank), LOSS)
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def test_stand_ins_with_batch_norms_are_an_error_on_all_ranks() -> None:
+    for message in run_ranks(_batch_norm_on_uneven_ranks, world_size=2):
+        assert message.startswith("rank 0 got fewer than 2 batches, and the model has batch norms in training mode")
+
+
 def _different_batches() -> str:
     with MeshConfig(tensor_parallel=2).build() as ctx:
         model = _model()

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.data import DatasetProvider, IndexedStream
+from d9d_loop.job.job_check import export_mapper_of
 from d9d_loop.job.plan import plan_job
+from d9d_loop.model.model_provider import model_provider
 from d9d_loop.writable import check_writable
 from d9d_metrics import Compose, Metric, Sum
 from d9d_state import (
@@ -483,3 +485,43 @@ def test_with_workers_the_checks_leave_the_files_of_a_dataset_closed(tmp_path: P
         identities.append([plan.data_identity(), plan.evaluation_identity()])
         assert data.is_open == held_out.is_open == (num_workers == 0)
     assert identities[0] == identities[1] != [None, None]
+
+
+class _WithFiles(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def export_files(self) -> Any:
+        return {"config.json": {"layers": {1, 2}}}
+
+
+@pytest.mark.parametrize(
+    ("model", "file", "from_scratch", "message"),
+    [
+        (_linear, "run/export/notes.md", False, r"export = true, but .*export holds notes\.md, .* --export false"),
+        (_linear, "run/export/notes.md", True, None),
+        (_linear, "run/export/tokenizer.json", False, None),
+        (_linear, "run/export", False, r"export is a file; expected a folder"),
+        (_WithFiles(), "else", False, r"export = true, but the files beside the weights: .*set"),
+    ],
+)
+def test_what_the_export_writes_is_checked_before_the_start(
+    tmp_path: Path, model: Any, file: str, from_scratch: bool, message: str | None
+) -> None:
+    path = tmp_path / "runs" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    config = _config(tmp_path, run={"folder": tmp_path / "runs", "from_scratch": from_scratch})
+    provider = model_provider(model)
+    if message is None:
+        assert export_mapper_of(provider, nn.Linear(3, 2), config) is None
+    else:
+        with pytest.raises(UserError, match=message):
+            export_mapper_of(provider, nn.Linear(3, 2), config)
+
+
+def test_the_folder_of_checkpoints_is_checked_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = _config(tmp_path, checkpoint={"folder": str(tmp_path / "file")})
+    with pytest.raises(UserError, match=r"checkpoint folder .*file is a file, not a folder\. .* --checkpoint\.folder"):
+        Trainer(config, model=_linear, data=DATA, task=_Nothing()).plan_for(Launch())

@@ -1,16 +1,22 @@
 """Writes to parameters in forward, which sharding would lose, are found by the rehearsal, without a process group."""
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import Launch, StageInfo, UserError
+from d9d_dist import ContextSplit, Launch, StageInfo, UserError
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
+from d9d_loop.job import rehearsal
 from d9d_loop.job.rehearsal import rehearse
+from d9d_metrics import Accumulator, Metric
+from d9d_pipeline import Inputs
 
 
 class _Sum(Task):
@@ -103,12 +109,14 @@ class _Labeled(Task):
         return Loss((outputs - batch["y"]).square().sum(), weight=len(outputs))
 
 
-def _labeled(folder: Path, evaluation: list[dict[str, Tensor]] | None) -> Trainer:
-    values = {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": folder}, "trackers": (), "export": False}
+def _labeled(
+    folder: Path, evaluation: list[dict[str, Tensor]] | None, task: Task | None = None, *, steps: int = 1
+) -> Trainer:
+    values = {"steps": steps, "batch": {"global_size": 4}, "run": {"folder": folder}, "trackers": (), "export": False}
     config = TrainerConfig.model_validate({**values, "evaluation": {"every": 4}})
     data = [{"x": torch.ones(3), "y": torch.ones(1)}] * 4
     model = lambda stage: nn.Linear(3, 1)  # noqa: E731
-    return Trainer(config, model=model, data=data, evaluation_data=evaluation, task=_Labeled())
+    return Trainer(config, model=model, data=data, evaluation_data=evaluation, task=task or _Labeled())
 
 
 def test_the_first_evaluation_batch_is_rehearsed(tmp_path: Path) -> None:
@@ -118,6 +126,171 @@ def test_the_first_evaluation_batch_is_rehearsed(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=message):
         rehearse(_labeled(tmp_path, [{"x": torch.ones(3)}] * 2).plan_for(Launch()))
+
+
+class _Tokens(Task):
+    """Next-token loss that can be split over context-parallel ranks."""
+
+    def inputs(self, batch: Any) -> Inputs:
+        return Inputs(batch["ids_BL"])
+
+    def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
+        return {**split.split(batch), "positions": split.positions(batch["ids_BL"].shape[1])}
+
+    def loss(self, outputs: Tensor, batch: Any) -> Loss:
+        return Loss(outputs.sum() + batch["positions"].sum(), weight=batch["ids_BL"].numel())
+
+
+class _Halves(nn.Module):
+    """Embedding in the first stage, projection in the last one."""
+
+    def __init__(self, stage: StageInfo) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4) if stage.is_first else nn.Identity()
+        self.head = nn.Linear(4, 5) if stage.is_last else nn.Identity()
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        return self.head(self.embed(ids_BL))
+
+
+class _NoPositions(_Tokens):
+    def loss(self, outputs: Tensor, batch: Any) -> Loss:
+        return Loss(outputs.sum() + batch["position_ids"].sum(), weight=batch["ids_BL"].numel())
+
+
+class _SplitTypo(_Tokens):
+    def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
+        return split.split(batch["tokens"])
+
+
+class _Sequences(_Tokens):
+    def loss(self, outputs: Tensor, batch: Any) -> Loss:
+        return Loss(outputs.sum() + batch["labels"].sum(), weight=batch["ids_BL"].numel())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "task", "length", "message"),
+    [
+        ("context_parallel_shard", _Tokens(), 8, None),
+        ("context_parallel_shard", _NoPositions(), 8, r"loss: KeyError: 'position_ids'(.|\n)*ids_BL: int64\[4, 4\]"),
+        ("context_parallel_shard", _SplitTypo(), 8, r"the first batch fails in _SplitTypo.split_sequence: KeyError"),
+        ("context_parallel_shard", _Tokens(), 6, r"length 6; expected a multiple of 4"),
+        ("pipeline_parallel", _Sequences(), 8, r"the first batch fails in _Sequences.loss: KeyError: 'labels'"),
+    ],
+    ids=["split", "shard lacks a key", "typo", "length", "pipeline"],
+)
+def test_context_parallelism_and_pipelines_are_rehearsed(
+    tmp_path: Path, mesh: str, task: Task, length: int, message: str | None
+) -> None:
+    values = {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}, "mesh": {mesh: 2}}
+    data = [{"ids_BL": torch.zeros(length, dtype=torch.int64)}] * 4
+    trainer = Trainer(TrainerConfig.model_validate(values), model=_Halves, data=data, task=task)
+    plan = trainer.plan_for(Launch(world_size=2))
+    if message is None:
+        rehearse(plan)
+    else:
+        with pytest.raises(UserError, match=message):
+            rehearse(plan)
+
+
+class _Squeezed(_Labeled):
+    """`squeeze` also removes the batch dim of one sample."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Loss:
+        return Loss(outputs.squeeze() @ batch["y"][:, 0], weight=len(outputs))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_held_out", "message"),
+    [
+        (8, 8, None),
+        (9, 8, r"the last batch of an epoch, of 1 samples, fails in _Squeezed.loss: "),
+        (8, 9, r"the last evaluation batch, of 1 samples, fails in _Squeezed.loss: "),
+    ],
+)
+def test_the_last_batches_are_rehearsed_too(
+    tmp_path: Path, num_samples: int, num_held_out: int, message: str | None
+) -> None:
+    values = {"epochs": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}, "trackers": (), "export": False}
+    sample = {"x": torch.ones(3), "y": torch.ones(1)}
+    trainer = Trainer(
+        TrainerConfig.model_validate(values),
+        model=lambda stage: nn.Linear(3, 1),
+        data=[sample] * num_samples,
+        evaluation_data=[sample] * num_held_out,
+        task=_Squeezed(),
+    )
+    if message is None:
+        rehearse(trainer.plan_for(Launch()))
+    else:
+        with pytest.raises(UserError, match=message):
+            rehearse(trainer.plan_for(Launch()))
+
+
+@pytest.mark.parametrize(("num_samples", "is_found"), [(8, False), (9, True), (11, False)])
+def test_batch_norms_and_an_epoch_that_ends_with_stand_ins_are_an_error(
+    tmp_path: Path, num_samples: int, is_found: bool
+) -> None:
+    """With two ranks and a microbatch of 2, a last step of one sample leaves a rank without samples."""
+    values = {"epochs": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}, "trackers": (), "export": False}
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    data = [{"x": torch.ones(3), "y": torch.ones(1)}] * num_samples
+    trainer = Trainer(TrainerConfig.model_validate(values), model=model, data=data, task=_Labeled())
+    if not is_found:
+        trainer.plan_for(Launch(world_size=2))
+        return
+    message = r"the last step of an epoch has 1 samples, too few for all .* of the 2 .* batch norms in training mode"
+    for rank in range(2):
+        with pytest.raises(UserError, match=message):
+            trainer.plan_for(Launch(world_size=2, rank=rank))
+
+
+class _Count(Metric):
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self.total, self._compute = Accumulator("sum"), compute
+
+    def compute(self) -> Any:
+        return self._compute(self)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (_Count(lambda metric: 0.5), r"compute\(\) of the metric mine returned a float; expected a tensor"),
+        (
+            _Count(lambda metric: metric.values),
+            r"the first batch fails in compute\(\) of the metric mine: AttributeError.*values",
+        ),
+    ],
+)
+def test_the_values_of_metrics_are_rehearsed(tmp_path: Path, metric: Metric, message: str) -> None:
+    class Measured(_Labeled):
+        def metrics(self) -> dict[str, Any]:
+            return {"mine": metric}
+
+    trainer = _labeled(tmp_path, [{"x": torch.ones(3), "y": torch.ones(1)}] * 2, Measured())
+    with pytest.raises(UserError, match=message):
+        rehearse(trainer.plan_for(Launch()))
+
+
+def test_a_resumed_job_is_rehearsed_unless_it_is_complete(tmp_path: Path) -> None:
+    evaluation = [{"x": torch.ones(3), "y": torch.ones(1)}] * 2
+    _labeled(tmp_path, evaluation).train()
+    rehearse(_labeled(tmp_path, [{"x": torch.ones(3)}] * 2).plan_for(Launch()))
+    trainer = _labeled(tmp_path, [{"x": torch.ones(3)}] * 2, steps=2)
+    with pytest.raises(UserError, match=r"the first evaluation batch fails in _Labeled.loss: KeyError: 'y'"):
+        rehearse(trainer.plan_for(Launch()))
+
+
+@pytest.mark.parametrize(("seconds", "why"), [(0.0, "took longer than 0 s"), (60.0, "crashed")])
+def test_a_rehearsal_without_a_result_says_so(
+    tmp_path: Path, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rehearsal, "_SECONDS", seconds)
+    plan = _labeled(tmp_path, [{"x": torch.ones(3), "y": torch.ones(1)}] * 2).plan_for(Launch())
+    never = (lambda: os._exit(1)) if seconds else Event().wait
+    rehearse(replace(plan, first_entries=never))
+    assert capsys.readouterr().out.startswith(f"d9d: the rehearsal of the first batches {why}, so mistakes in the code")
 
 
 def test_an_interval_of_evaluations_needs_evaluation_data(tmp_path: Path) -> None:

@@ -316,7 +316,9 @@ def test_invalid_packing_is_refused(changes: dict[str, Any], message: str) -> No
 @pytest.mark.sample("lora")
 def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    run = _train(_config(folder, tmp_path, "sft", adapter={"kind": kind, "rank": 4, "alpha": 8.0}))
+    result = text_trainer(_config(folder, tmp_path, "sft", adapter={"kind": kind, "rank": 4, "alpha": 8.0})).train()
+    run = result.run_dir
+    assert result.export_dir == run / "export"
     base = _load("sft", folder / "model")
     ids = torch.arange(12)[None]
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist import UserError
 from d9d_metrics.accumulator import Accumulator, Reduction
 from d9d_metrics.metric import Metric, MetricValue
 
@@ -63,7 +64,7 @@ def read_values(values: Mapping[str, MetricValue]) -> dict[str, float]:
 
     Values are tensors of any shape, all on one device, or nested mappings of such tensors.
     """
-    tensors = dict(_flattened(values))
+    tensors = dict(named_tensors(values))
     if not tensors:
         return {}
     numbers = iter(torch.cat([tensor.reshape(-1).double() for tensor in tensors.values()]).tolist())
@@ -74,12 +75,18 @@ def read_values(values: Mapping[str, MetricValue]) -> dict[str, float]:
     }
 
 
-def _flattened(values: Mapping[str, MetricValue]) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(values: Mapping[str, MetricValue]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of computed values with its name, such as `name/key`; raise `UserError` for other values."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}/{key}", tensor) for key, tensor in named_tensors(value))
         else:
-            yield from ((f"{name}/{key}", tensor) for key, tensor in _flattened(value))
+            raise UserError(
+                f"compute() of the metric {name} returned {'None' if value is None else f'a {type(value).__name__}'}; "
+                "expected a tensor, or a mapping of tensors. Return torch.as_tensor(value)."
+            )
 
 
 @final

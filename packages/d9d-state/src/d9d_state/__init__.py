@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from d9d_state.model_load import check_model_state as check_model_state
     from d9d_state.model_load import load_model_state as load_model_state
     from d9d_state.model_read import read_model_state as read_model_state
+    from d9d_state.model_save import check_export as check_export
     from d9d_state.model_save import save_model_state as save_model_state
     from d9d_state.model_stream import gathered_weights as gathered_weights
     from d9d_state.model_stream import weight_shards as weight_shards

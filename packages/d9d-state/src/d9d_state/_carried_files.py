@@ -24,6 +24,7 @@ _SUFFIXES = {".bpe", ".jinja", ".json", ".jsonl", ".md", ".model", ".tiktoken", 
 _NAMES_WITHOUT_SUFFIX = re.compile(r"(LICEN[CS]E|NOTICE).*", re.IGNORECASE)
 # Hidden files, and files that describe the weight files or the run that wrote them.
 _NOT_CARRIED = re.compile(r".*\.index\.json|adapter_config\.json|trainer_state\.json|\..*")
+_TOKENIZER = re.compile(r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|spiece|.*\.model|tekken).*")
 # Config entries that refer to files that are not copied: source code, and scales of quantized weights.
 _DROPPED_CONFIG_KEYS = ("auto_map", "quantization_config")
 
@@ -52,6 +53,14 @@ def add_carried_files(
     if CONFIG_NAME in carried:
         files[CONFIG_NAME] = _merged_config(carried[CONFIG_NAME], own.get(CONFIG_NAME), tensors, source=source)
     return files
+
+
+def earlier_tokenizer(export: Path) -> dict[str, bytes]:
+    """Return the tokenizer files of an earlier export, which a new export keeps unless it has its own."""
+    if not export.is_dir():
+        return {}
+    found = (path for path in sorted(export.iterdir()) if _TOKENIZER.fullmatch(path.name) and _is_carried(path))
+    return {path.name: path.read_bytes() for path in found}
 
 
 def _merged_config(carried: bytes, own: JsonValue, tensors: Iterable[TensorInfo], *, source: Path) -> JsonValue | bytes:

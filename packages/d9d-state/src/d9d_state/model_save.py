@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import nn
 
-from d9d_dist import DistributedContext, full_tensor
-from d9d_state._carried_files import add_carried_files
+from d9d_dist import DistributedContext, UserError, full_tensor
+from d9d_state._carried_files import add_carried_files, earlier_tokenizer
 from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import exchange_stages, plan_files
 from d9d_state._progress import byte_bar
@@ -36,8 +36,8 @@ def save_model_state(
 
     Args:
         model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
-        folder: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export. If it is a
-            symbolic link, the folder that it points to is written.
+        folder: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export, whose
+            tokenizer files are kept. If it is a symbolic link, the folder that it points to is written.
         mapper: Maps names and shapes in memory to those on disk, usually `load_mapper.inverse()`; `None` keeps them.
             Every stage passes the mapper of the whole model, which must consume every tensor; `drop` tensors that
             should not be written. Outputs of `keep` are not written. All inputs of a group must be on one stage. If
@@ -68,6 +68,7 @@ def save_model_state(
             if source is not None:
                 infos = [info for part in parts for info in part.tensors.values()]
                 texts = extra_texts(add_carried_files(extra_files or {}, Path(source), infos))
+            texts = {**earlier_tokenizer(target), **texts}
             refuse_foreign(target, texts)
     export = Export(target, plan_files(parts, max_bytes=max_shard_bytes), ctx)
     tensors = module_tensors(model)
@@ -80,3 +81,19 @@ def save_model_state(
             del whole  # free this group before the next one is gathered
             bar.update(sum(mine.tensors[name].num_bytes for name in group.outputs if name in mine.tensors))
     export.commit(texts)
+
+
+def check_export(
+    folder: str | Path, *, extra_files: Mapping[str, JsonValue] | None = None, source: str | Path | None = None
+) -> None:
+    """Raise `UserError` if `save_model_state` could not write its files to a folder. Writes nothing; no collectives.
+
+    The folder must be absent, empty or an earlier export, extra files must be JSON, and the source readable.
+    """
+    files = extra_files or {}
+    try:
+        texts = extra_texts(files if source is None else add_carried_files(files, Path(source), ()))
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"the files beside the weights: {error}") from None
+    target = Path(folder).resolve()
+    refuse_foreign(target, {**earlier_tokenizer(target), **texts})

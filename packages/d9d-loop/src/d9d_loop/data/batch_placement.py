@@ -21,7 +21,7 @@ class BatchPlacement:
         self._task, self._device = task, ctx.device
         cp_size, tp_size = ctx.size("batch", "cp"), ctx.size("batch", "tp")
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if cp_size > 1 else None
-        self._multiple = tp_size if cp_size == 1 else 2 * cp_size * tp_size  # each rank has two chunks
+        self._multiple = row_multiple(cp_size, tp_size)
 
     def __call__(self, batch: Any) -> Any:
         """Return this rank's part of a batch on its device. Issues no collectives."""
@@ -34,6 +34,11 @@ class BatchPlacement:
             batch, num_added = self._task.pad_sequence(batch, self._multiple)
         on_device = to_device(batch, self._device)
         return on_device if self._split is None else self._task.split_sequence(on_device, self._split), num_added
+
+
+def row_multiple(cp_size: int, tp_size: int) -> int:
+    """Return the number whose multiples are lengths of rows; each context-parallel rank has two chunks."""
+    return tp_size if cp_size == 1 else 2 * cp_size * tp_size
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -93,7 +93,7 @@ def check_repeatable(read: Callable[[], Any], *, num_workers: int = 0) -> None:
     The global generators have equal states both times. If `read` raises, nothing is checked. See `read_apart` for
     `num_workers`.
     """
-    if read_apart(lambda: _is_repeatable(read), num_workers=num_workers) is False:
+    if read_apart(lambda: _is_repeatable(read), num_workers=num_workers, what="the first samples") is False:
         raise UserError(
             "reading and collating the first samples twice gave different values, although the generators of Python, "
             "NumPy and torch had equal states; expected equal values, because others differ between ranks and after a "

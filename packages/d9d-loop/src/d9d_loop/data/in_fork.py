@@ -6,11 +6,15 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import torch
+
+from d9d_dist import read_launch
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -18,18 +22,41 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
 
-def read_apart(read: "Callable[[], JsonValue]", *, num_workers: int) -> "JsonValue":
+_SECONDS = 30.0
+
+
+def read_apart(read: "Callable[[], JsonValue]", *, num_workers: int, what: str) -> "JsonValue":
     """Return the JSON value of `read`, which reads samples, without an effect on the samples that workers read.
 
     A dataset may open its files at the first read. Forked workers would share such a file with its position, and read
-    each other's samples; other workers could not receive it. So with workers, `read` runs in a forked process.
+    each other's samples; other workers could not receive it. So with workers, `read` runs in a forked process. If it
+    takes long, a line names `what` is read; nothing is stopped.
     """
-    text = in_fork(lambda: json.dumps(read())) if num_workers else ""
-    return json.loads(text) if text else read()
+    with _named_if_slow(what):
+        if num_workers:
+            with suppress(EOFError):
+                return json.loads(in_fork(lambda: json.dumps(read())))
+        return read()
+
+
+@contextmanager
+def _named_if_slow(what: str) -> Generator[None]:
+    """Print a line if the body takes longer than `_SECONDS`."""
+    text = f"d9d: rank {read_launch().rank} has been reading {what} for {_SECONDS:g} s, and waits for it."
+    timer = Timer(_SECONDS, print, [text], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def in_fork(function: Callable[[], str], *, seconds: float | None = None) -> str:
-    """Return the result of a function in a forked process; empty if the process crashes or takes too long."""
+    """Return the result of a function in a forked process.
+
+    Raises `TimeoutError` after `seconds`, and `EOFError` if the process ends without a result.
+    """
     receiver, sender = Pipe(duplex=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork of a multi-threaded process
@@ -38,9 +65,9 @@ def in_fork(function: Callable[[], str], *, seconds: float | None = None) -> str
         _run_and_exit(function, sender)
     sender.close()
     try:
-        return receiver.recv_bytes().decode() if receiver.poll(seconds) else ""
-    except EOFError:  # the process crashed
-        return ""
+        if not receiver.poll(seconds):
+            raise TimeoutError
+        return receiver.recv_bytes().decode()
     finally:
         receiver.close()
         os.kill(child, signal.SIGKILL)

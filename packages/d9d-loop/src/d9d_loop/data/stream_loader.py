@@ -56,6 +56,7 @@ class StreamLoader:
 
     Attributes:
         num_own: Number of microbatches of the last returned step that are not stand-ins.
+        has_stand_ins: True if a rank has stand-ins in this step; equal on all ranks.
 
     Args:
         stream: Stream of samples; equal on every rank.
@@ -91,9 +92,10 @@ class StreamLoader:
         self._stream, self._share = stream, share
         # Number of samples used over all ranks, and the cursor state after them.
         self._used: Any = {"position": 0, "stream": None}
-        # End of each planned step that was not yet returned, and its number of microbatches without stand-ins.
-        self._places: deque[tuple[Any, int]] = deque()
-        self.num_own = 0
+        # End of each planned step that was not yet returned, its number of microbatches without stand-ins, and whether
+        # a rank has some.
+        self._places: deque[tuple[Any, int, bool]] = deque()
+        self.num_own, self.has_stand_ins = 0, False
         self._batches: BatchReader | None = None
         self._read: Callable[[Iterator[ReadJob]], BatchReader] = partial(
             BatchReader,
@@ -141,7 +143,7 @@ class StreamLoader:
             raise
         if not microbatches:
             raise StopIteration
-        self._used, self.num_own = self._places.popleft()
+        self._used, self.num_own, self.has_stand_ins = self._places.popleft()
         return microbatches
 
     def close(self) -> None:
@@ -163,7 +165,8 @@ class StreamLoader:
         while entries := cursor.take(global_size):
             jobs = [ReadJob(position + start, entries[start : start + size]) for start in starts]
             own = [job for job in jobs if job.entries]
-            self._places.append(({"position": position + len(entries), "stream": cursor.state_dict()}, len(own)))
+            used = {"position": position + len(entries), "stream": cursor.state_dict()}
+            self._places.append((used, len(own), len(entries) <= global_size - size))
             yield from own
             # In the last step of a finite stream, some ranks have fewer samples. They run stand-ins, because all ranks
             # must issue the same collectives.

@@ -23,6 +23,7 @@ from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.pipeline import Pipeline, WholeRows
 from d9d_loop.engine.reference import Reference, reference_context
 from d9d_loop.engine.scores import ReadTokens, RecordLayers, score
+from d9d_loop.engine.stand_ins import trains_batch_norm
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
@@ -176,11 +177,13 @@ class Engine:
             rows [B, L], detached.
 
         Raises:
-            UserError: On every rank, if no rank has a batch, or the ranks of a data-parallel coordinate have different
-                batches. Integers on an accelerator are compared in the next step.
+            UserError: On every rank, if no rank has a batch, the ranks of a data-parallel coordinate have different
+                batches, or the statistics of batch norms would include stand-ins. Integers on an accelerator are
+                compared in the next step.
         """
         self._require_training("forward_backward()")
-        placed, num_added = self._agree(batches, self._step.supported, self._rates())
+        norms = trains_batch_norm(self.model)
+        placed, num_added = self._agree(batches, self._step.supported, self._rates(), trains_batch_norm=norms)
         values: dict[int, Mapping[str, Tensor]] = {}
         self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
         found = self.pipeline.gather_tokens([values[index] for index in sorted(values)])

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, all_gather_trees, gather_json
+from d9d_dist.consensus import name_ranks
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.batch_digest import digest_batches, digest_on_device, find_difference
+from d9d_loop.engine.stand_ins import STAND_INS
 from d9d_loop.resilience.same_values import describe_difference
 from d9d_loop.task import BatchTask
 
@@ -34,6 +36,7 @@ class MicrobatchAgreement:
         rates: tuple[float, float] = (0.0, 0.0),
         *,
         call: str = "forward_backward()",
+        trains_batch_norm: bool = False,
     ) -> tuple[list[Any], list[int]]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
 
@@ -41,11 +44,12 @@ class MicrobatchAgreement:
 
         For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
         that is at least its argument. `rates` are those of `Same`, for engines without a guard. `call` is the
-        method of the engine, for messages.
+        method of the engine, for messages. With `trains_batch_norm` on any rank, stand-ins are an error.
 
         Raises:
-            UserError: On every rank, if no rank has a batch, or ranks of one data-parallel coordinate have different
-                batches. On this rank, if `batches` is not a sequence.
+            UserError: On every rank, if no rank has a batch, ranks of one data-parallel coordinate have different
+                batches, or statistics of batch norms would include stand-ins. On this rank, if `batches` is not a
+                sequence.
         """
         if not isinstance(batches, Sequence):
             raise UserError(
@@ -55,13 +59,16 @@ class MicrobatchAgreement:
         if batches:
             self._example, self._has_example = batches[-1], True
         digest = digest_batches(batches) if self._has_copies else 0
-        mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates]
+        mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates, trains_batch_norm]
         counts = same_call(call, mine)
         if self._digests_differ(counts):
             self._compare(batches)
         if self._has_copies:
             self._digest = digest_on_device(batches, self._digest)
         number = supported(max(count for _, count, *_ in counts))
+        short = [rank for rank, (_, count, *_) in enumerate(counts) if count < number]
+        if short and any(norms for *_, norms in counts):
+            raise UserError(f"{name_ranks(short)} got fewer than {number} batches, and {STAND_INS}")
         if any(count < number and not has_example for _, count, has_example, *_ in counts):
             found = all_gather_trees([batches[-1]] if batches else [], None)
             if not self._has_example:
@@ -104,7 +111,7 @@ class MicrobatchAgreement:
             raise UserError("no rank passed a batch; expected at least one batch. Skip the call if there are no data.")
         expected: dict[int, tuple[int, int]] = {}
         differ = False
-        for rank, (dp_rank, count, _, digest, kind, rate) in enumerate(counts):
+        for rank, (dp_rank, count, _, digest, kind, rate, _) in enumerate(counts):
             if kind != counts[0][4] or not math.isclose(rate, counts[0][5], rel_tol=1e-9):
                 raise UserError(describe_difference(None, rates=True))
             num, digest_of_first = expected.setdefault(dp_rank, (count, digest))

@@ -8,7 +8,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -24,6 +23,7 @@ from d9d_dist import (
 )
 from d9d_dist.errors import shorten
 from d9d_loop.engine.pipeline import Pipeline
+from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
@@ -149,8 +149,8 @@ class TrainStep:
         """
         self._refuse_partial_gradients()
         self._refuse_unfrozen()
-        if num_own < len(batches):
-            self._refuse_batch_norm()
+        if num_own < len(batches) and trains_batch_norm(self._model):
+            raise UserError(f"this rank has fewer microbatches than others, and {STAND_INS}")
         if self._totals is None:
             self._events.emit(StepStarted(number))
             self._totals = StepTotals(self._ctx.device)
@@ -231,14 +231,6 @@ class TrainStep:
                 f"d9d: {shorten(sorted(unused))} got no gradient in the first step, so the loss does not depend on it. "
                 "Use it in forward, or freeze it.",
                 flush=True,
-            )
-
-    def _refuse_batch_norm(self) -> None:
-        if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
-            raise UserError(
-                "this rank has fewer microbatches than others, and the model has batch norms in training mode, whose "
-                "statistics would include stand-in batches; expected as many microbatches as on other ranks. Pass "
-                "equal numbers, or call eval() on the batch norms."
             )
 
     def update(self, number: int, same: Same = NOTHING) -> StepResult:

@@ -114,7 +114,8 @@ class Inference:
             resolved = self._config.model_dump(mode="json")
             agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
             num_workers = self._config.data.num_workers
-            agree_on_data({"the data": read_apart(partial(identity_of, self._data), num_workers=num_workers)})
+            identity = read_apart(partial(identity_of, self._data), num_workers=num_workers, what="the data")
+            agree_on_data({"the data": identity})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx, wait_seconds=hangs.timeouts.lock_seconds):
                 self._complete(plan, ctx, watchdog)

@@ -7,13 +7,15 @@ from torch import nn
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
+from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
+from d9d_loop.writable import check_writable
 from d9d_metrics import compute_metrics
 from d9d_pipeline import Schedule
-from d9d_state import StateMapper
+from d9d_state import StateMapper, check_export
 
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
@@ -25,6 +27,25 @@ def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:
             f"batch.global_size = {config.batch.global_size}, but the training data have {data.num_samples} samples, "
             "so each step would repeat samples; expected at most the size of the data. Use --batch.global_size "
             f"{data.num_samples} or less, or more data."
+        )
+
+
+def rest_of_epoch(config: TrainerConfig, data: DataProvider, steps: int) -> int:
+    """Return the number of samples of the last step of an epoch, if it has fewer than the others; 0 without one."""
+    size = config.batch.global_size
+    if config.epochs is None or not isinstance(data, DatasetProvider) or steps * size < data.num_samples:
+        return 0
+    return data.num_samples % size
+
+
+def check_batch_norm(model: nn.Module, config: TrainerConfig, *, rest: int, dp_size: int, microbatch_size: int) -> None:
+    """Raise `UserError` if the statistics of batch norms would include stand-ins at the end of an epoch."""
+    total = config.batch.global_size
+    if 0 < rest <= total - microbatch_size and trains_batch_norm(model):
+        raise UserError(
+            f"the last step of an epoch has {rest} samples, too few for all microbatches of the {dp_size} "
+            f"data-parallel ranks, and {STAND_INS} Or use --steps instead of --epochs, or a multiple of "
+            f"batch.global_size = {total} samples."
         )
 
 
@@ -64,12 +85,23 @@ def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:
         )
 
 
-def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper | None:
-    """Return the mapper of an export; raise `UserError` if there is none, or the mapper omits trained parameters."""
+def export_mapper_of(provider: ModelProvider, model: nn.Module, config: TrainerConfig) -> StateMapper | None:
+    """Return the mapper of an export, after a check of all that the export needs at the end of the job.
+
+    Raises:
+        UserError: If there is no mapper, or it omits trained parameters. Also if the folder, or a file to write beside
+            the weights, would be an error of the export.
+    """
+    source, folder = config.initial_weights or provider.initial_weights, config.run.dir / "export"
     try:
-        return export_mapper(provider, model)
+        mapper = export_mapper(provider, model)
+        check_writable(folder.resolve().parent)
+        if not config.run.from_scratch:  # which renames an earlier export
+            has_source = source is not None and source.is_dir()
+            check_export(folder, extra_files=provider.export_files(), source=source if has_source else None)
     except UserError as error:
         raise UserError(f"export = true, but {error} Or use --export false.") from None
+    return mapper
 
 
 def check_learning_rates(schedule: LrSchedule, steps: int) -> None:

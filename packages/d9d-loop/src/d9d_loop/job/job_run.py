@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_dist import UserError, gather_json, refuse_later_writes
+from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.events import (
     BadStepFound,
@@ -109,14 +110,21 @@ def evaluate_job(job: Job) -> TrainResult:
 
 
 def _next_batches(job: Job) -> list[Any]:
-    """Return this rank's microbatches of the next step; raise `UserError` on every rank if the data have ended."""
+    """Return this rank's microbatches of the next step.
+
+    Raises `UserError` on every rank if the data have ended, or the statistics of batch norms would include stand-ins.
+    Collective if a rank has stand-ins.
+    """
     try:
-        return job.stragglers.next(job.loader)
+        batches = job.stragglers.next(job.loader)
     except StopIteration:
         raise UserError(
             f"the training data ended after {job.loader.position} samples and {job.record.step} of {job.plan.steps} "
             f"steps; expected as many batches as {type(job.plan.stream).__name__}.num_batches() returned. Correct it."
         ) from None
+    if job.loader.has_stand_ins and any(gather_json(trains_batch_norm(job.engine.model))):
+        raise UserError(f"the data end with fewer microbatches on some ranks, and {STAND_INS}")
+    return batches
 
 
 def _write_start(job: Job) -> None:
@@ -301,7 +309,7 @@ def _finish(job: Job) -> TrainResult:
         forward = job.engine.pipeline.callable()
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))
     job.journal.ended(job.record.step, "finished")
-    return result
+    return _result_of(job)  # again: a handler may have written the export, such as that of a job with adapters
 
 
 def _result_of(job: Job) -> TrainResult:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
@@ -18,6 +19,7 @@ from d9d_loop.data.samples import Samples
 from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.job.code_digest import source_digests
 from d9d_loop.job.job_check import (
+    check_batch_norm,
     check_evaluation,
     check_learning_rates,
     check_metric_names,
@@ -27,6 +29,7 @@ from d9d_loop.job.job_check import (
     check_trainable,
     export_mapper_of,
     microbatch_size_of,
+    rest_of_epoch,
 )
 from d9d_loop.job.resume_check import (
     Progress,
@@ -72,6 +75,8 @@ class JobPlan:
         export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
             there is no export.
         changes: A line for each change since the checkpoint from which the job resumes.
+        rest: Number of samples of the last, shorter step of an epoch; 0 without one.
+        is_complete: True if the newest checkpoint is that of the last step.
         code: Digests of the user's code, stored in each checkpoint.
     """
 
@@ -93,6 +98,8 @@ class JobPlan:
     evaluation_identity: Callable[[], JsonValue]
     export_mapper: StateMapper | None
     changes: list[str]
+    rest: int
+    is_complete: bool
     code: dict[str, str]
 
     def resumed_from(self, progress: Progress) -> "JobPlan":
@@ -145,9 +152,14 @@ def plan_job(
     microbatch_size = microbatch_size_of(config, dp_size)
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
     check_writable(config.run.dir)
+    if config.checkpoint.folder is not None and "://" not in config.checkpoint.folder:
+        check_writable(Path(config.checkpoint.folder), section="checkpoint")
     info = find_checkpoint(config)
     stream, evaluation_data = _plan_data(config, data, task)
-    data_identity, evaluation_identity = (_identity_function(each, config) for each in (stream, evaluation_data))
+    data_identity, evaluation_identity = (
+        _identity_function(each, config, what=f"the {what} data")
+        for each, what in ((stream, "training"), (evaluation_data, "evaluation"))
+    )
     if info is not None:
         check_data(info, data_identity(), config)
     steps = num_steps_of(config, stream, progress_of(info))
@@ -168,6 +180,8 @@ def plan_job(
     )
     whole = layout.built.module
     check_trainable(whole)
+    rest = rest_of_epoch(config, data, steps)
+    check_batch_norm(whole, config, rest=rest, dp_size=dp_size, microbatch_size=microbatch_size)
     check_trained_dtypes(whole)
     if data.draws:
         check_repeatable(partial(first_batch, _NUM_REPEATED), num_workers=config.data.num_workers)
@@ -176,7 +190,7 @@ def plan_job(
     weights = config.initial_weights or model.initial_weights
     code = source_digests(weights)
     needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=code)
-    export_mapper = export_mapper_of(model, whole) if config.export else None
+    export_mapper = export_mapper_of(model, whole, config) if config.export else None
     if needs_weights:
         layout = layout.with_weights("initial_weights", weights)
     build_lr_schedule = config.lr_schedule.build if lr_schedule is None else lambda _steps: lr_schedule
@@ -202,6 +216,8 @@ def plan_job(
         evaluation_identity=evaluation_identity,
         export_mapper=export_mapper,
         changes=changes,
+        rest=rest,
+        is_complete=info is not None and info.step == steps,
         code=code,
     )
 
@@ -212,9 +228,11 @@ def _read_batch(
     return data.collate([stream.read(entry) for entry in entries()[:size]])
 
 
-def _identity_function(data: Samples | SampleStream | None, config: TrainerConfig) -> Callable[[], JsonValue]:
-    """Return a function that returns the identity of data, which its first call reads."""
-    return cache(partial(read_apart, partial(identity_of, data), num_workers=config.data.num_workers))
+def _identity_function(
+    data: Samples | SampleStream | None, config: TrainerConfig, *, what: str
+) -> Callable[[], JsonValue]:
+    """Return a function that returns the identity of data, which its first call reads; `what` names them."""
+    return cache(partial(read_apart, partial(identity_of, data), num_workers=config.data.num_workers, what=what))
 
 
 def _plan_schedule(config: TrainerConfig, mesh: MeshConfig, model: ModelProvider, given: Schedule | None) -> Schedule:

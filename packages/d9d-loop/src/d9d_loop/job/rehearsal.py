@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -19,20 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import UserError, refuse_lost_writes
+from d9d_dist import ContextSplit, UserError, refuse_lost_writes
+from d9d_loop.data.batch_placement import row_multiple
 from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
-from d9d_loop.data.sample_stream import Entry, SampleStream
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.job.in_place import InPlaceCheck
-from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.sum_check import check_sum
 from d9d_loop.task import Loss, Task, to_inputs
 from d9d_loop.user_frames import describe_frames, user_frames
+from d9d_metrics.sync import named_tensors
 from d9d_pipeline import Inputs
-from d9d_state import CheckpointStore
 
 _SECONDS = 20.0
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
@@ -45,75 +44,103 @@ _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "num
 def rehearse(plan: JobPlan) -> None:
     """Run the first microbatches of a planned job and of its evaluation with fake tensors, in a forked process.
 
-    No collectives.
-
-    Resumed jobs, pipelines and context parallelism are not rehearsed: resumed jobs have run before, and inputs under
-    pipelines and context parallelism depend on process groups. Only rank 0 rehearses; if rank 0 raises, the launcher
-    ends the other ranks.
+    The whole model runs, also of a pipeline; under context parallelism with the part of rank 0. Batches of another
+    size, at the end of an epoch and of the evaluation, run too. No collectives. Only rank 0 rehearses; if rank 0
+    raises, the launcher ends the other ranks. A job that is complete is not rehearsed.
 
     Raises:
         UserError: If the dataset, the task or the model raises, or the task returns something other than a loss.
             Also if forward writes to parameters that the job shards.
     """
-    if plan.model.launch.rank != 0:
+    if plan.model.launch.rank != 0 or plan.is_complete:
         return
-    mesh = plan.model.mesh
-    num_parts = mesh.pipeline_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
-    if num_parts > 1 or plan.model.program.num_stages > 1 or CheckpointStore(checkpoint_folder(plan.config)).complete():
-        return
-    message = in_fork(lambda: _Rehearsal(plan).message(), seconds=_SECONDS)
+    try:
+        message = in_fork(lambda: _Rehearsal(plan).message(), seconds=_SECONDS)
+    except (TimeoutError, EOFError) as error:
+        why = f"took longer than {_SECONDS:g} s" if isinstance(error, TimeoutError) else "crashed"
+        message = ""
+        print(
+            f"d9d: the rehearsal of the first batches {why}, so mistakes in the code of the job are found in its first "
+            "steps. --rehearsal false skips it.",
+            flush=True,
+        )
     if message:
         raise UserError(message)
 
 
 @final
 class _Rehearsal:
-    """One microbatch, and one of the evaluation: read, collated, passed to the model and to the loss."""
+    """Batches of the training and of the evaluation: read, collated, passed to the model and to the loss."""
 
     def __init__(self, plan: JobPlan) -> None:
         self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
         self._name, self._batch = type(plan.task).__name__, ""  # the description of the batch, when it is read
-        self._outputs: Any = None
-        self._which = "batch"
+        self._which = ""
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mesh = plan.model.mesh
+        num_parts = mesh.context_parallel_shard * mesh.context_parallel_replicate
+        self._multiple = row_multiple(num_parts, mesh.tensor_parallel)
+        self._split: Any = ContextSplit(_FirstRank(num_parts)) if num_parts > 1 else None  # ty: ignore[invalid-argument-type] - no process group
 
     def message(self) -> str:
-        """Run the microbatch and return the message about its first mistake; empty if there is none."""
-        try:
-            batch = self._read(self._plan.stream, self._plan.first_entries())
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, _SameDtypes(), _eager():
-                if not _make_fake(self._model):
-                    return ""
-                self._run(pytree.tree_map_only(Tensor, mode.from_tensor, batch))
-            check_sum(self._task, self._outputs, batch)
-            if self._plan.evaluation_data is not None:
-                self._evaluate(mode, self._plan.evaluation_data)
-            return ""
-        except UserError as error:
-            return str(error)
-        except _UserCodeError as failure:
-            return "" if _is_limit(failure.error) else self._describe(failure)
+        """Run the batches and return the message about the first mistake; empty if there is none."""
+        with self._mode:
+            if not _make_fake(self._model):
+                return ""
+        for which, stream, size in self._batches():
+            try:
+                self._which = which
+                is_evaluation = stream is not self._plan.stream
+                self._model.train(not is_evaluation)
+                batch = self._read(stream, size)
+                with torch.set_grad_enabled(not is_evaluation):
+                    outputs = self._run(batch)
+                if not is_evaluation:
+                    check_sum(self._task, outputs, batch)
+            except UserError as error:
+                return str(error)
+            except _UserCodeError as failure:
+                if not _is_limit(failure.error):
+                    return self._describe(failure)
+        return ""
 
-    def _evaluate(self, mode: FakeTensorMode, data: Samples | SampleStream) -> None:
-        """Run the first batch of the evaluation, after the microbatch."""
-        self._which = "evaluation batch"
-        stream = (
-            data if isinstance(data, SampleStream) else SubsetStream(data, self._plan.config.evaluation.num_samples)
-        )
-        batch = self._read(stream, stream.cursor().take(self._plan.microbatch_size))
-        self._model.eval()
-        with mode, _SameDtypes(), _eager(), torch.no_grad():
-            self._run(pytree.tree_map_only(Tensor, mode.from_tensor, batch))
+    def _batches(self) -> Iterator[tuple[str, SampleStream, int]]:
+        """Yield name, stream and size of each batch to run: the first ones, and those of another size."""
+        plan, size = self._plan, self._plan.microbatch_size
+        yield "first batch", plan.stream, size
+        if rest := plan.rest % size:
+            yield f"last batch of an epoch, of {rest} samples,", plan.stream, rest
+        data, num_samples = plan.evaluation_data, plan.config.evaluation.num_samples
+        if isinstance(data, SampleStream):
+            yield "first evaluation batch", data, size
+        elif data is not None:
+            stream, length = SubsetStream(data, num_samples), min(len(data), num_samples or len(data))
+            yield "first evaluation batch", stream, size
+            if length > size and length % size:
+                yield f"last evaluation batch, of {length % size} samples,", stream, length % size
 
-    def _read(self, stream: SampleStream, entries: list[Entry]) -> Any:
+    def _read(self, stream: SampleStream, size: int) -> Any:
+        """Read a batch, as the job reads it; under context parallelism, the part of rank 0."""
         plan = self._plan
         seed_data_random(plan.config.seed, position=0)
+        first = stream is plan.stream and size == plan.microbatch_size
+        entries = plan.first_entries() if first else stream.cursor().take(size)
         samples = [_call(f"reading sample {entry!r:.60}", stream.read, entry) for entry in entries]
         batch = _call("collating the first samples", plan.data.collate, samples)
         self._batch = _describe_tree(batch)
+        if self._multiple > 1:
+            batch, _ = _call(f"{self._name}.pad_sequence", self._task.pad_sequence, batch, self._multiple)
+        if self._split is not None:
+            batch = _call(f"{self._name}.split_sequence", self._task.split_sequence, batch, self._split)
+            self._batch = _describe_tree(batch)
         return batch
 
-    def _run(self, batch: Any) -> None:
-        """Pass a batch of fake tensors to the model, the loss and the metrics."""
+    def _run(self, batch: Any) -> Any:
+        """Pass a batch, as fake tensors, to the model, the loss and the metrics; return the outputs of the model."""
+        with self._mode, _SameDtypes(), _eager():
+            return self._run_fake(pytree.tree_map_only(Tensor, self._mode.from_tensor, batch))
+
+    def _run_fake(self, batch: Any) -> Any:
         given = _call(f"{self._name}.inputs", self._task.inputs, batch)
         if not isinstance(given, Inputs | Mapping):
             first = next(iter(inspect.signature(self._model.forward).parameters), "x")
@@ -127,7 +154,6 @@ class _Rehearsal:
         with in_place:
             with refuse_lost_writes(self._model) if self._plan.model.shards_by_default else nullcontext():
                 outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
-            self._outputs = outputs
             loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
         if torch.is_grad_enabled():
             check_loss(self._task, loss, outputs)
@@ -138,6 +164,10 @@ class _Rehearsal:
             f"{self._name}.update_metrics",
             lambda: self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss),
         )
+        for name, metric in metrics.items():
+            value = _call(f"compute() of the metric {name}", metric.compute)
+            dict(named_tensors({name: value}))
+        return outputs
 
     def _check_arguments(self, inputs: Inputs) -> None:
         try:
@@ -157,7 +187,7 @@ class _Rehearsal:
     def _describe(self, failure: "_UserCodeError") -> str:
         error = failure.error
         what = f"{type(error).__name__}: {error}".rstrip(". \n")
-        lines = [f"the first {self._which} fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
+        lines = [f"the {self._which} fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
         remedy = f"The batch is {self._batch}. {self._remedy(failure)}" if self._batch else _remedy_of_data(failure)
         return "\n".join([*lines, remedy])
 
@@ -171,6 +201,25 @@ class _Rehearsal:
         if isinstance(failure.error, KeyError):
             return "Use one of its keys, or add the key in the dataset or in collate."
         return "Nothing was started; correct the code, or set --rehearsal false if only this check fails."
+
+
+@final
+class _FirstRank:
+    """Mesh of context-parallel ranks without a process group, for rank 0."""
+
+    mesh_dim_names, device_type = ("cp",), "cpu"
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    def get_local_rank(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"{name} needs the process group")
 
 
 @final

@@ -16,7 +16,7 @@ from d9d_loop.events import Finished
 from d9d_loop.jobs.job_config import ALL_LINEAR, AdapterConfig
 from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_provider import ModelProvider
-from d9d_state import JsonValue, StateMapper, save_model_state, sequential
+from d9d_state import JsonValue, StateMapper, check_export, save_model_state, sequential
 
 
 @final
@@ -93,6 +93,11 @@ class AdaptedModel(ModelProvider):
     def export_files(self) -> Mapping[str, JsonValue]:
         """Return the files of the base model."""
         return self._base.export_files()
+
+    def check_export(self, folder: Path, source: Path | None) -> None:
+        """Raise `UserError` if `export` could not write to the run folder at the end of the job."""
+        has_source = source is not None and source.is_dir()
+        check_export(folder / "export", extra_files=self.export_files(), source=source if has_source else None)
 
     def export(self, done: Finished, source: Path | None) -> None:
         """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective.

@@ -42,6 +42,8 @@ def text_trainer(config: TextJobConfig) -> Trainer:
     source = config.initial_weights or model.initial_weights
     trainer.events.on(ConfigReady, lambda ready: _print(notes, ready))
     if adapted is not None and config.export:
+        if not config.run.from_scratch:
+            trainer.events.on(ConfigReady, lambda ready: adapted.check_export(config.run.dir, source))
         trainer.events.on(Finished, lambda done: adapted.export(done, source))
     if config.prompts:
         trainer.events.subscribe(TextSamples(config))
