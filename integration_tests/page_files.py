@@ -90,15 +90,9 @@ def _write_texts(folder: Path) -> None:
     run_commands(trained, folder, 0)
 
 
-def _copy_quickstart(folder: Path) -> None:
-    for name in ("quickstart.py", "quickstart.toml"):
-        (folder / name).write_text((ROOT / "examples" / name).read_text(encoding="utf-8"), encoding="utf-8")
-
-
 PAGE_FILES: dict[str, Callable[[Path], None]] = {
     "docs/chat_and_eval.md": _train_runs,
     "docs/choosing_a_layout.md": _write_plan,
-    "docs/many_hosts.md": _copy_quickstart,
     "docs/text_jobs.md": _write_text_job,
     "docs/which_layout.md": _write_plan,
     "docs/your_dataset.md": _write_texts,
