@@ -226,6 +226,8 @@ LEAVES: list[tuple[Any, Any]] = [
     (_Sample(IDS), _Sample(IDS + 1)),
     (torch.nan, torch.inf),
     (b"a", b"b"),
+    (FLOATS.to_sparse(), FLOATS[:2].to_sparse()),
+    (FLOATS.T.requires_grad_(), FLOATS),
     (0.5, None),
 ]
 

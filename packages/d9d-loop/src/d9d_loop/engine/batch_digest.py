@@ -5,7 +5,7 @@ digests are exact. Only if they differ, the ranks compare each value: floating-p
 each rank, such as rewards by a model in bfloat16, and may then differ by rounding.
 
 Large tensors on the CPU are sampled with a fixed odd stride; with an even one, all samples of a matrix could be in one
-column. Of tensors on an accelerator all integers are compared, and no other values.
+column. Of tensors on an accelerator all integers are compared, and no other values; of sparse and nested ones, none.
 """
 
 import ctypes
@@ -131,7 +131,7 @@ def _digest(leaf: Any, path: str, digest: int) -> int:
         is_known = isinstance(leaf, str | bytes | int | float | complex | list | None)
         return zlib.crc32(f"{path}{leaf!r}".encode(), digest) if is_known else digest
     description, content = f"{path}{leaf.dtype}{leaf.shape}", b""
-    if leaf.is_cpu and not isinstance(leaf, DTensor):
+    if leaf.is_cpu and leaf.layout is torch.strided and not isinstance(leaf, DTensor):
         values = _samples(leaf)
         if values.is_floating_point():
             content = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
