@@ -158,3 +158,9 @@ def test_rejects_a_wrong_number_of_microbatches() -> None:
     executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=2), {0: nn.Identity()})
     with pytest.raises(ValueError, match=r"got inputs for 1 microbatches; expected 2"):
         executor.step([Inputs(torch.ones(1))], lambda outputs, _: outputs.sum())
+
+
+def test_a_loss_that_is_no_tensor_is_an_error() -> None:
+    executor = Executor(build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1), {0: nn.Linear(4, 1)})
+    with pytest.raises(UserError, match=r"got a loss of microbatch 0 of type float; expected a 0-dim tensor"):
+        executor.step([Inputs(torch.ones(2, 4))], lambda output, _: output.sum().item())

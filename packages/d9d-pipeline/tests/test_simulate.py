@@ -112,6 +112,8 @@ def test_transfers_that_take_time_are_in_the_timeline() -> None:
 
 
 def test_rejects_negative_costs() -> None:
+    with pytest.raises(UserError, match=r"got Costs\(forward=nan.*\); expected costs of 0 or more"):
+        Costs(forward=float("nan"))
     with pytest.raises(UserError, match=r"got Costs\(forward=-1.*\); expected costs of 0 or more"):
         Costs(forward=-1)
 

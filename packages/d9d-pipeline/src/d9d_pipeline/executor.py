@@ -272,6 +272,11 @@ class Executor:
         loss = step.on_output(step.outputs.pop((stage, microbatch)), microbatch)
         if not self._stages[stage].trains:
             return
+        if not isinstance(loss, Tensor | None):
+            raise UserError(
+                f"got a loss of microbatch {microbatch} of type {type(loss).__name__}; expected a 0-dim tensor. Do not "
+                "call item()."
+            )
         if loss is not None and loss.dim():
             raise UserError(
                 f"got a loss of microbatch {microbatch} of shape {tuple(loss.shape)}; expected a 0-dim tensor. Sum it."

@@ -35,7 +35,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         values = (self.forward, self.backward_input, self.backward_weight, self.transfer, self.overlap)
-        if min(values) < 0:
+        if not all(value >= 0 for value in values):  # NaN is not
             raise UserError(f"got {self}; expected costs of 0 or more.")
 
     def of(self, action: Compute) -> float:
