@@ -82,6 +82,9 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens", DOCUMENTS)
     with pytest.raises(UserError, match="tokens already exists; expected a new folder"):
         TokenFileWriter(tmp_path / "tokens", vocab_size=9)
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    with pytest.raises(UserError, match="link already exists; expected a new folder"):
+        TokenFileWriter(tmp_path / "link", vocab_size=9)
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,13 @@ def save_model(folder: Path, *, vocab_size: int) -> Any:
     return model
 
 
-def save_tokenizer(folder: Path, *, template: str | None) -> None:
+def save_tokenizer(folder: Path, *, template: str | None, special: list[str] | None = None) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<end>"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # noqa: S106
+    fast.add_special_tokens({"additional_special_tokens": special or []})
     fast.chat_template = template
     fast.save_pretrained(folder)
 
@@ -116,6 +117,19 @@ def test_stop_tokens_end_an_answer(chat_folder: Path) -> None:
     torch.manual_seed(1)
     tokens = list(chat_command.stream_tokens(result, [1, 3], max_new_tokens=200, temperature=5.0, top_p=1.0))
     assert 0 not in tokens
+    assert len(tokens) < 200
+
+
+def test_the_token_with_which_the_template_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
+    """It is neither the end token of texts, nor in `generation_config.json`."""
+    save_model(tmp_path, vocab_size=len(WORDS))
+    template = "{% for m in messages %}<user> {{ m.content }} x <answer> {% endfor %}"  # x is unknown
+    save_tokenizer(tmp_path, template=template, special=["<user>", "<answer>"])
+    result = load_result(tmp_path, device=CPU)
+    assert result.stop_tokens == (WORDS.index("<end>"), WORDS.index("<answer>"))
+    torch.manual_seed(1)
+    tokens = list(chat_command.stream_tokens(result, [1, 3], max_new_tokens=200, temperature=5.0, top_p=1.0))
+    assert WORDS.index("<answer>") not in tokens
     assert len(tokens) < 200
 
 

@@ -56,7 +56,7 @@ class TokenFileWriter:
         with_masks: bool = False,
     ) -> None:
         self._folder, self._about, self._with_masks = Path(folder), dict(about or {}), with_masks
-        if self._folder.exists():
+        if self._folder.exists() or self._folder.is_symlink():  # also a link to nothing
             raise UserError(f"{folder} already exists; expected a new folder. Remove it, or choose another folder.")
         if not 0 < vocab_size <= 1 << 32:
             raise UserError(f"vocab_size = {vocab_size}; expected 1 to 2^32.")

@@ -145,4 +145,18 @@ def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Ch
         chat = read_chat_template(folder, special_tokens=tokenizer.special_tokens, today=date.today())
     except UserError:  # no template
         chat = None
-    return tokenizer, chat, [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return tokenizer, chat, ends if chat is None else [*ends, *_turn_end(tokenizer, chat)]
+
+
+def _turn_end(tokenizer: TextTokenizer, chat: ChatTemplate) -> list[int]:
+    """Return the special token with which the template ends an answer, which may differ from the end token of texts."""
+    answer = "An answer."
+    try:
+        text = chat.render([{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}])
+    except UserError:  # a template of other roles
+        return []
+    end, special = text.rpartition(answer)[2], tokenizer.special_ids()
+    # An unknown token is special, too, but not in the text.
+    ids = tokenizer.encode_rendered(end).ids
+    return [token for token in ids if token in special and (tokenizer.token(token) or "") in end][:1]
