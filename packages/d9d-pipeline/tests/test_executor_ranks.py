@@ -24,6 +24,7 @@ from d9d_pipeline import (
     Inputs,
     Interleaved,
     LoopedBreadthFirst,
+    Messages,
     OneForwardOneBackward,
     Program,
     ReceiveInput,
@@ -35,6 +36,7 @@ from d9d_pipeline import (
     ZeroBubble1P,
     ZeroBubbleV,
     build,
+    stage_output,
     verify,
 )
 
@@ -100,6 +102,26 @@ def _expected(num_stages: int, num_microbatches: int) -> dict[str, Tensor | None
 def _executor(program: Program, group: dist.ProcessGroup) -> tuple[Executor, list[_Block]]:
     stages = {index: _Block(index) for index in program.stages_of(group.rank())}
     return Executor(program, stages, group=group), list(stages.values())
+
+
+def _train_with_messages() -> dict[str, Tensor | None]:
+    (inputs,) = _batch(1)
+    messages = Messages({0: stage_output(_Block(0)(*inputs.first, **inputs.shared))})
+    with MeshConfig(pipeline_parallel=-1).build() as ctx:
+        stages = {ctx.rank: _Block(ctx.rank)}
+        program = build(GPipe(), num_ranks=2, num_microbatches=1)
+        group = ctx.group_for("regular", "pp")
+        Executor(program, stages, group=group, messages=messages).step([inputs], _loss)
+        return _gradients(list(stages.values()))
+
+
+def test_a_step_with_known_metadata_has_the_same_gradients() -> None:
+    first, last = run_ranks(_train_with_messages)
+    expected = _expected(2, 1)
+    # Gradients of outputs that the next stage does not use are sent as zeros.
+    assert expected["0.unused"] is None
+    expected["0.unused"] = torch.zeros(SIZE, dtype=torch.float64)
+    torch.testing.assert_close({**first, **last}, expected, rtol=1e-9, atol=1e-12)
 
 
 def _train(schedules: list[tuple[Schedule, int]]) -> list[tuple[dict[str, Tensor | None], list[int]]]:

@@ -102,7 +102,7 @@ class Channel:
 
         Raises `UserError` for a tensor that was None in the first message.
         """
-        known = self._sent.get(kind)
+        known = self._sent.get(kind) if self._messages is None else self._messages.of(kind)
         if known is not None:
             pairs = list(zip(gradients, known.leaves, strict=True))
             if any(leaf is None and gradient is not None for gradient, leaf in pairs):
