@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_loop.resilience import ReplicaError, check_buffers, check_replicas
+from d9d_loop.resilience import ReplicaConfig, ReplicaError, ResilienceConfig, check_buffers, check_replicas
 from d9d_loop.resilience.replica_check import _describe_minority
 
 
@@ -107,3 +107,9 @@ def test_the_error_names_a_buffer_that_forward_updates_from_the_microbatch_of_it
         assert "- 0.average: ranks 0, 2 have 2 different values\n" in message
         assert "num_calls" not in message
         assert "cache" not in message
+
+
+def test_the_interval_is_a_number_of_steps() -> None:
+    assert ResilienceConfig.model_validate({"replicas": {"every": 20}}).replicas == ReplicaConfig(every=20)
+    with pytest.raises(ValueError, match="every"):
+        ReplicaConfig(every=-1)
