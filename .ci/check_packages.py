@@ -3,8 +3,10 @@
     python .ci/check_packages.py                                          # all packages, at the versions of the lock
     python .ci/check_packages.py --python 3.14 d9d-dist d9d-state         # another Python, two packages
     python .ci/check_packages.py --lowest --readme-only d9d-dist          # the lowest versions of direct dependencies
+    python .ci/check_packages.py --names d9d-metrics                      # and every public name must be used
 
 The README of a package runs before the requirements of its tests are installed. `--readme-only` leaves the tests out.
+`--names` records which public names README and tests use, and fails with a list of the others (`used_names.py`).
 """
 
 import argparse
@@ -20,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from used_names import RECORD
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,6 +60,7 @@ class Choice:
     python: str
     lowest: bool
     readme_only: bool
+    names: bool = False
 
 
 def environment(folder: Path, wheels: Path, name: str, choice: Choice) -> Path:
@@ -108,19 +113,34 @@ def check_package(name: str, wheels: Path, prepared: Path, choice: Choice) -> st
     # One folder for all environments, so that shared bytecode is compiled once.
     folder, bytecode = prepared.rename(wheels / "alone"), wheels / "bytecode"
     python = folder / "venv" / "bin" / "python"
-    cached = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
+    variables = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
     module = name.replace("-", "_")
     use_all = f"import {module}; [getattr({module}, name) for name in {module}.__all__]"  # each imports its module
     run(python, "-I", "-X", f"pycache_prefix={bytecode}", "-c", use_all)
-    output = run(python, "integration_tests/snippets.py", f"packages/{name}/README.md", **cached)
+    if choice.names:
+        variables |= record_names(python, folder / "used")
+    output = run(python, "integration_tests/snippets.py", f"packages/{name}/README.md", **variables)
     summary = output.strip().splitlines()[-1].rpartition(": ")[2]
     if not choice.readme_only:
         install(python, wheels, choice, *project(name)["dependency-groups"]["test"])
-        output = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"packages/{name}/tests", **cached)
+        output = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"packages/{name}/tests", **variables)
         (tests,) = re.findall(r"^\d+ passed.*$", output, flags=re.MULTILINE)
         summary += f"; {tests}"
+    if choice.names:
+        texts = (f"packages/{name}/tests", f"packages/{name}/README.md")
+        summary += "; " + run(python, ".ci/used_names.py", module, folder / "used", *texts).strip()
     shutil.rmtree(folder)
     return summary
+
+
+def record_names(python: Path, folder: Path) -> dict[str, str]:
+    """Let the processes of an environment record the public names that they use; return the environment variable."""
+    folder.mkdir()
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    shutil.copy(ROOT / ".ci" / "used_names.py", packages)
+    start = f"import os; os.environ.get({RECORD!r}) and __import__('used_names').record(os.environ[{RECORD!r}])\n"
+    (packages / "used_names.pth").write_text(start, encoding="utf-8")
+    return {RECORD: str(folder)}
 
 
 def check_meta(names: list[str], wheels: Path, choice: Choice) -> str:
@@ -139,8 +159,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--python", default=sys.executable, help="version of Python, such as 3.14")
     parser.add_argument("--lowest", action="store_true", help="lowest versions of direct dependencies")
     parser.add_argument("--readme-only", action="store_true", help="run READMEs, not tests")
+    parser.add_argument("--names", action="store_true", help="fail if README and tests do not use a public name")
     options = parser.parse_args(arguments)
-    choice = Choice(options.python, options.lowest, options.readme_only)
+    choice = Choice(options.python, options.lowest, options.readme_only, options.names)
     chosen = options.packages or names
     alone = [name for name in chosen if name != "d9d-all"]
     with tempfile.TemporaryDirectory() as folder:
