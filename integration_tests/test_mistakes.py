@@ -231,6 +231,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "dataset that fails": ({"data": Fails()}, [], r"fails in reading sample \d+: FileNotFoundError: .*absent\.pt.*\n.*in __getitem__"),
     "V schedule without a pipeline": ({}, ["--pipeline.schedule", "zbv"], r"zbv has 2 stages on each rank, but mesh\.pipeline_parallel = 1"),
     "pipeline of a module": ({"model": Mlp(), "world": 2}, ["--mesh.pipeline_parallel", "2"], r"got 2 pipeline stages, but the model is a Mlp that is already built"),
+    "context parallelism with a task that cannot split": ({"world": 2}, ["--mesh.context_parallel_shard", "2"], r"Regression cannot split a batch over them; expected a method Regression\.split_sequence"),
     "mesh without ranks": ({}, ["--mesh.data_parallel_shard", "4"], r"mesh: data_parallel_shard 4 make 4 ranks, but the job has 1"),
     "typo in a key": ({}, ["--optimizer.learning_rat", "1"], r"did you mean optimizer\.learning_rate\?"),
     "word as a number": ({}, ["--steps", "many"], r"steps = 'many'; expected a valid integer"),
