@@ -105,6 +105,16 @@ class MetricTypo(Regression):
         metrics["accuracy"].update(outputs)
 
 
+class NoMetrics(Regression):
+    def metrics(self) -> Any:
+        pass
+
+
+class OtherMetric(Regression):
+    def metrics(self) -> Any:
+        return {"accuracy": nn.L1Loss()}
+
+
 class WrongShape(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).view(-1, 3))
@@ -232,6 +242,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "V schedule without a pipeline": ({}, ["--pipeline.schedule", "zbv"], r"zbv has 2 stages on each rank, but mesh\.pipeline_parallel = 1"),
     "pipeline of a module": ({"model": Mlp(), "world": 2}, ["--mesh.pipeline_parallel", "2"], r"got 2 pipeline stages, but the model is a Mlp that is already built"),
     "context parallelism with a task that cannot split": ({"world": 2}, ["--mesh.context_parallel_shard", "2"], r"Regression cannot split a batch over them; expected a method Regression\.split_sequence"),
+    "optimizer that is already built": ({"optimizer": torch.optim.SGD(Mlp().parameters(), lr=0.1)}, [], r"got a SGD as optimizer; expected a function of the model\. Pass optimizer=lambda"),
+    "learning rate as a schedule": ({"lr_schedule": 0.1}, [], r"got a float as lr_schedule; expected a function of the step"),
+    "metrics has no return": ({"task": NoMetrics()}, [], r"NoMetrics\.metrics returned None \(is a return missing\?\); expected a mapping"),
+    "metric of another library": ({"task": OtherMetric()}, [], r"OtherMetric\.metrics returned a L1Loss as accuracy; expected a Metric of d9d_metrics"),
     "mesh without ranks": ({}, ["--mesh.data_parallel_shard", "4"], r"mesh: data_parallel_shard 4 make 4 ranks, but the job has 1"),
     "typo in a key": ({}, ["--optimizer.learning_rat", "1"], r"did you mean optimizer\.learning_rate\?"),
     "word as a number": ({}, ["--steps", "many"], r"steps = 'many'; expected a valid integer"),

@@ -1,5 +1,6 @@
 """Checks of a job's configuration, data and folders, before a process group starts."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import nn
@@ -13,7 +14,7 @@ from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.writable import check_writable
-from d9d_metrics import compute_metrics
+from d9d_metrics import Metric, compute_metrics
 from d9d_pipeline import Schedule
 from d9d_state import StateMapper, check_export
 
@@ -167,10 +168,20 @@ def checkpoint_folder(config: TrainerConfig) -> str | Path:
 
 
 def check_metric_names(task: Task) -> None:
-    """Raise `UserError` if a metric of the task has the name of a value that the Trainer reports."""
+    """Raise `UserError` if the task's metrics are no metrics, or have the name of a value that the Trainer reports."""
+    metrics: object = task.metrics()
+    if not isinstance(metrics, Mapping):
+        found = "None (is a return missing?)" if metrics is None else f"a {type(metrics).__name__}"
+        raise UserError(f"{type(task).__name__}.metrics returned {found}; expected a mapping from names to metrics.")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise UserError(
+                f"{type(task).__name__}.metrics returned a {type(metric).__name__} as {name}; expected a Metric of "
+                "d9d_metrics. Derive a class from Metric."
+            )
     own = {"loss", "grad_norm", "learning_rate", "peak_memory_gib", f"{task.weight_unit}_per_second"}
     own |= {"step", "time", "config"}
-    if taken := sorted(own & task.metrics().keys()):
+    if taken := sorted(own & metrics.keys()):
         raise UserError(
             f"the task's metrics include {', '.join(taken)}, which the Trainer reports itself; rename them."
         )

@@ -68,6 +68,7 @@ class Trainer:
         pipeline_schedule: Schedule | None = None,
     ) -> None:
         _check_types(config, task)
+        _check_functions(collate=collate, optimizer=optimizer, lr_schedule=lr_schedule)
         self.events = Events(seed=config.seed)
         self._config = config
         from d9d_loop.job.plan import plan_job  # noqa: PLC0415 - imports FSDP and DTensor
@@ -139,6 +140,17 @@ def _check_types(config: object, task: object) -> None:
             f"got a {type(task).__name__} as task; expected a Task of d9d_loop. Derive a class from Task, with the "
             "methods inputs(batch) and loss(outputs, batch)."
         )
+
+
+def _check_functions(**functions: object) -> None:
+    """Raise `UserError` for an argument that is an object, such as an optimizer, and no function."""
+    arguments = {"collate": "a list of samples", "optimizer": "the model", "lr_schedule": "the step"}
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise UserError(
+                f"got a {type(function).__name__} as {name}; expected a function of {arguments[name]}. Pass "
+                f"{name}=lambda ...: ..., or omit it."
+            )
 
 
 def _data_provider(
