@@ -15,7 +15,7 @@ from d9d_loop.job.end_command import report_early_failure, run_command
 from d9d_loop.job.journal import Journal
 from d9d_loop.report.run_status import read_status, write_failure
 from d9d_loop.resilience.node_files import forget_ranks
-from d9d_state import StateError
+from d9d_state import StateError, locked_folder
 
 _SAY = 'echo "$D9D_STATE $D9D_STEP of $D9D_STEPS, saved $D9D_SAVED: $D9D_ERROR" >> "$D9D_RUN/said"'
 
@@ -36,7 +36,7 @@ def _trainer(folder: Path, **commands: str) -> Trainer:
         "checkpoint": {"every": 1},
         "export": False,
         "rehearsal": False,
-        "resilience": {"health": {"enabled": False}},
+        "resilience": {"health": {"enabled": False}, "timeouts": {"lock_seconds": 0}},
     }
     config = TrainerConfig.model_validate(values)
     return Trainer(config, model=nn.Linear(1, 1), data=[{"x": torch.ones(1)}] * 2, task=_Regression())
@@ -77,6 +77,25 @@ def test_an_error_while_the_job_is_built_is_in_the_status(tmp_path: Path) -> Non
     assert (status["state"], status["error"].partition("\n")[0]) == ("failed", "KeyError: 'x'")
 
 
+def test_a_folder_in_use_does_not_change_the_status_of_the_other_job(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, on_failure="echo $D9D_ERROR > $D9D_RUN/said")
+    trainer.train()
+    before = (tmp_path / "run" / "status.json").read_bytes()
+    with locked_folder(tmp_path / "run" / "checkpoints"), pytest.raises(StateError, match="in use by another job"):
+        trainer.train()
+    assert (tmp_path / "run" / "status.json").read_bytes() == before
+    assert "in use by another job" in (tmp_path / "run" / "said").read_text()
+
+
+def test_a_failure_before_the_start_is_recorded_runs_the_command_again(tmp_path: Path, ctx: DistributedContext) -> None:
+    first = Journal(tmp_path, ctx)
+    first.started(0, "id")
+    with (tmp_path / "journal.jsonl").open("a") as file:  # of another rank, in the last life
+        file.write('{"event": "failed", "time": 1.0, "rank": 1, "host": "a", "cause": "x"}\n')
+    Journal(tmp_path, ctx, on_failure="echo $D9D_ERROR > $D9D_RUN/said").failed("another model")
+    assert (tmp_path / "said").read_text() == "another model\n"
+
+
 def test_an_error_before_the_first_step_runs_the_command(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
@@ -98,14 +117,14 @@ def test_the_first_failing_rank_of_a_node_reports_an_early_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunConfig(folder=tmp_path, on_failure=f"echo $D9D_RANK >> {tmp_path}/said")
-    report_early_failure(run, 1, ValueError())
+    report_early_failure(run, 1, ValueError(), writes_status=False)
     assert not (tmp_path / "said").exists(), "without a launcher that has a folder, rank 0 reports"
     (tmp_path / "node").mkdir()
     monkeypatch.setenv(NODE_FOLDER, str(tmp_path / "node"))
     for rank in (1, 0):
-        report_early_failure(run, rank, ValueError())
+        report_early_failure(run, rank, ValueError(), writes_status=False)
     forget_ranks()  # the launcher restarts the ranks
-    report_early_failure(run, 2, ValueError())
+    report_early_failure(run, 2, ValueError(), writes_status=False)
     assert (tmp_path / "said").read_text() == "1\n2\n"
 
 

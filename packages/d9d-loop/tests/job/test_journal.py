@@ -1,13 +1,15 @@
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, UserError
 from d9d_loop.job.earlier_run import EarlierRun, read_earlier_run
 from d9d_loop.job.journal import Journal
 from d9d_loop.report.run_history import JOURNAL, read_history
+from d9d_loop.report.run_status import read_status
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -32,6 +34,54 @@ def test_progress_is_recorded_at_once_and_then_every_ten_seconds(
     ]
     assert [record.get("saved") for record in _records(tmp_path)] == [None, 3, 3, 6, 8]
     assert read_earlier_run(tmp_path) == EarlierRun(completed=8, saved=8, run_id="id")
+
+
+def test_the_status_shows_life_during_a_long_step(
+    tmp_path: Path, ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d9d_loop.job.journal._SECONDS", 0.001)
+    journal = Journal(tmp_path, ctx)
+    journal.started(3, "id")
+    thread = next(each for each in threading.enumerate() if each.name == "d9d-status")
+    first = read_status(tmp_path)
+    while read_status(tmp_path) == first:
+        pass
+    journal.failed("KeyError: 'x'")
+    thread.join()
+    assert (read_status(tmp_path) or {})["state"] == "failed"
+
+
+def test_a_record_after_an_incomplete_line_is_read(tmp_path: Path, ctx: DistributedContext) -> None:
+    journal = Journal(tmp_path, ctx)
+    journal.started(0, "id")
+    with (tmp_path / JOURNAL).open("a") as file:
+        file.write('{"event": "progr')  # the disk was full
+    journal.ended(8, "finished")
+    assert read_earlier_run(tmp_path) == EarlierRun(completed=8, saved=8, run_id="id")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"event": "started", "time": 1}', '{"event": "failed", "time": 1}', '{"event": [], "time": 1, "step": 1}'),
+        *('{"event": "progress", "time": "x", "step": 1}', '{"event": "progress", "time": 1, "step": null}'),
+        *('{"event": "ended", "time": 1, "step": 9, "how": 1}', "[]", "\x00", '{"event": "later", "time": 1}'),
+    ],
+)
+def test_damaged_records_are_skipped(tmp_path: Path, ctx: DistributedContext, line: str) -> None:
+    Journal(tmp_path, ctx).started(3, "id")
+    with (tmp_path / JOURNAL).open("a") as file:
+        file.write(f"{line}\n")
+    assert read_earlier_run(tmp_path) == EarlierRun(completed=3, saved=3, run_id="id")
+    assert read_history(tmp_path) is not None
+
+
+def test_a_journal_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).mkdir()
+    with pytest.raises(
+        UserError, match=r"journal.jsonl cannot be read: Is a directory; expected the journal of the run"
+    ):
+        read_earlier_run(tmp_path)
 
 
 def test_a_restart_after_a_failure_is_an_interruption(tmp_path: Path, ctx: DistributedContext) -> None:

@@ -116,3 +116,25 @@ def test_charts_stay_inside_their_frame(curve: list[tuple[int, float]]) -> None:
 
 def test_an_empty_chart_is_omitted() -> None:
     assert line_chart({"loss": []}, title="loss") == ""
+
+
+def test_damaged_files_of_a_run_do_not_prevent_a_report(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "run", rate=0.1)
+    (folder / "config.json").write_text("{")
+    (folder / "environment.json").write_text("[]")
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(
+            json.dumps({"step": 3, "more": {"text": "a\u2028b"}}, ensure_ascii=False) + '\n{"step": 4, "t": {"text"'
+        )
+    run = read_run(folder)
+    assert run.config == {"config.json": "damaged"}
+    assert run.environment == {"environment.json": "damaged"}
+    assert run.samples[-1] == (3, "more", "a\u2028b")
+
+
+def test_a_journal_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _run(tmp_path / "run", rate=0.1)
+    (folder / "journal.jsonl").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folder), "--output", str(tmp_path / "report.html")])
+    assert "cannot be read: Is a directory; expected a file." in capsys.readouterr().err

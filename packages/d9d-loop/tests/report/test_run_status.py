@@ -34,10 +34,34 @@ def test_the_command_prints_a_table_of_runs(
         Journal(tmp_path / name, ctx, steps=9, hosts=["node0"]).started(4, "id")
     (tmp_path / "b" / "status.json").write_text("damaged")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("no run")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "status.json").write_text('{"state": "failed", "time": "x", "hosts": 3, "error": ["e"]}')
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "journal.jsonl").write_text('{"event": "progress", "time": 1, "step": 7, "saved": 6}\n')
     main([str(tmp_path)])
-    header, row = capsys.readouterr().out.splitlines()
+    header, row, *other = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()).removeprefix(f"{tmp_path}/") for line in other] == [
+        "b unknown 4/- - 0 s ago status.json cannot be read",
+        "c failed -/- - - ['e']",
+        f"d unknown 7/- 6 {other[2].split()[4]} s ago no status.json",
+    ]
     assert header.split() == ["run", "state", "step", "saved", "updated", "hosts", "error"]
     assert row.split()[:3] == [str(tmp_path / "a"), "running", "4/9"]
     status = read_status(tmp_path / "a")
     assert status is not None
     assert "no sign of life" in describe_runs([tmp_path / "a"], now=float(status["time"]) + 100)
+
+
+def test_a_path_that_is_no_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "missing")])
+    expected = "missing cannot be read: No such file or directory; expected a run folder, or a folder of runs."
+    assert expected in capsys.readouterr().err
+
+
+def test_the_table_shows_the_first_failure(tmp_path: Path, ctx: DistributedContext) -> None:
+    journal = Journal(tmp_path, ctx)
+    journal.started(0, "id")
+    journal.failed("RuntimeError: Connection closed by peer\nRank 1 failed before this rank: KeyError: 'x'")
+    assert "  Rank 1 failed before this rank: KeyError" in describe_runs([tmp_path], now=0)

@@ -132,7 +132,12 @@ def test_an_incomplete_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None
 
 
 @pytest.mark.parametrize(
-    "damage", [b"[1, 2]\n", b'{"st\rep": 2\n', b"\xff\xfe\n", b'{"step": "x"}\n', b"damaged\n"], ids=repr
+    "damage",
+    [
+        *(b"[1, 2]\n", b'{"st\rep": 2\n', b"\xff\xfe\n", b'{"step": "x"}\n', b"damaged\n"),
+        *(b'{"step": 2, "loss": "x"}\n', b'{"step": 2, "loss": [1]}\n', b'{"step": 2, "loss": null}\n'),
+    ],
+    ids=repr,
 )
 def test_damaged_lines_are_moved_aside_and_the_job_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes

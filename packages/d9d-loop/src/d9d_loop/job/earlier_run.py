@@ -4,15 +4,17 @@ The journal records the steps that were saved and the id of the run. Checkpoints
 is not mounted or another one is configured, must not restart a run silently.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from d9d_dist import UserError
+from d9d_dist.errors import may_pass
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.report.run_history import JOURNAL, read_journal
 from d9d_metrics import read_metrics
-from d9d_state import CheckpointInfo
+from d9d_state import CheckpointInfo, StateError
 
 _METRICS = "metrics.jsonl"
 
@@ -34,10 +36,14 @@ class EarlierRun:
 
 
 def read_earlier_run(folder: Path) -> EarlierRun:
-    """Return the progress that the journal of a run folder records."""
+    """Return the progress that the journal of a run folder records.
+
+    Raises:
+        UserError: If the journal exists, but cannot be read; `StateError` if that may pass.
+    """
     completed = saved = 0
     run_id: str | None = None
-    for record in read_journal(folder):
+    for record in _read_journal(folder):
         if record["event"] == "started":
             run_id = record.get("run_id", run_id)
             if not record["step"]:
@@ -46,6 +52,17 @@ def read_earlier_run(folder: Path) -> EarlierRun:
         saved = max(saved, record.get("saved", 0))
         completed = max(completed, record.get("step", 0))
     return EarlierRun(completed, saved, run_id)
+
+
+def _read_journal(folder: Path) -> list[Mapping[str, Any]]:
+    try:
+        return read_journal(folder)
+    except OSError as error:
+        kind = StateError if may_pass(error) else UserError
+        raise kind(
+            f"{folder / JOURNAL} cannot be read: {error.strerror}; expected the journal of the run, or none. Check its "
+            "permissions, or rename it."
+        ) from None
 
 
 def check_progress(config: TrainerConfig, checkpoints: object) -> None:

@@ -24,19 +24,20 @@ def early_failure_reported(run: RunConfig, rank: int) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        report_early_failure(run, rank, error, has_started=False)
+        report_early_failure(run, rank, error, writes_status=False)
         raise
 
 
-def report_early_failure(run: RunConfig, rank: int, error: Exception, *, has_started: bool = True) -> None:
-    """Report an exception before the journal of the job exists. Write the status if the process group has started.
+def report_early_failure(run: RunConfig, rank: int, error: BaseException, *, writes_status: bool) -> None:
+    """Report an exception, which is no interrupt, before the journal of the job exists.
 
     The first failing rank of each node of `d9d-torchrun` reports it. With other launchers, the ranks cannot know which
     of them fail, and rank 0 reports it.
     """
-    if (rank == 0 or NODE_FOLDER in os.environ) and claims_report():
+    reports = rank == 0 or NODE_FOLDER in os.environ
+    if reports and isinstance(error, Exception) and claims_report():
         cause = redact_text(describe_cause(error))
-        report_failure(run.dir, run.on_failure, rank=rank, cause=cause, has_started=has_started)
+        report_failure(run.dir, run.on_failure, rank=rank, cause=cause, writes_status=writes_status)
 
 
 def describe_cause(error: BaseException) -> str:
@@ -44,9 +45,9 @@ def describe_cause(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
-def report_failure(folder: Path, on_failure: str | None, *, rank: int, cause: str, has_started: bool = True) -> None:
-    """Write the state "failed" to the status of a run that has started, and run its command for failures."""
-    if has_started:
+def report_failure(folder: Path, on_failure: str | None, *, rank: int, cause: str, writes_status: bool = True) -> None:
+    """Write the state "failed" to the status of a run, and run its command for failures."""
+    if writes_status:
         write_failure(folder, cause)
     run_command(on_failure, folder, state="failed", rank=str(rank), host=socket.gethostname(), error=cause)
 

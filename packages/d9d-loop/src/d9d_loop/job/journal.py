@@ -6,10 +6,13 @@ resumed run.
 """
 
 import json
+import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -28,8 +31,9 @@ _LONGEST = 1000  # maximum length of a recorded cause, in characters
 class Journal:
     """Journal in a run folder. I/O errors are ignored, because training does not depend on the journal.
 
-    With each record, the main process replaces the status file, `status.json`, with `steps` and `hosts` of the job. The
-    rank that records the first failure after a start runs the shell command `on_failure`.
+    With each record, and at least every 10 seconds from the start to the end, the main process replaces the status file
+    `status.json`, with `steps` and `hosts` of the job. The rank that records the first failure after a start runs the
+    shell command `on_failure`.
     """
 
     def __init__(
@@ -43,13 +47,16 @@ class Journal:
     ) -> None:
         self._on_failure = on_failure
         self._file, self._ctx, self._next, self._saved = folder / JOURNAL, ctx, 0.0, 0
+        self._num_earlier = len(self._read())
         self._status: dict[str, Any] = {"steps": steps, "hosts": list(hosts)}
+        self._lock, self._has_ended = threading.Lock(), threading.Event()
 
     def started(self, step: int, run_id: str) -> None:
         """Record that the job starts, or resumes after `step` completed steps, with the run id of its checkpoints."""
         if self._ctx.is_main_process:
             self._saved = self._status["saved"] = step
             self._write("started", step=step, ranks=self._ctx.world_size, run_id=run_id)
+            threading.Thread(target=self._show_life, name="d9d-status", daemon=True).start()
 
     def progress(self, step: int, *, saved: int | None) -> None:
         """Record the number of completed steps at most every 10 seconds, or at once if `saved` is new.
@@ -69,10 +76,13 @@ class Journal:
     def ended(self, step: int, how: str) -> None:
         """Record that the job ended as intended, with a checkpoint of `step`: "finished", or the cause of the stop."""
         if self._ctx.is_main_process:
+            self._has_ended.set()
             self._write("ended", step=step, saved=step, how=how)
 
     def failed(self, cause: str) -> None:
         """Record that this rank failed, and the cause without secrets. Any rank may call this method."""
+        with self._lock:
+            self._has_ended.set()
         rank, cause = self._ctx.rank, redact_text(cause)[:_LONGEST]
         self._write("failed", rank=rank, host=socket.gethostname(), cause=cause)
         if self._first_failed() == rank and claims_report():
@@ -82,24 +92,41 @@ class Journal:
 
     def _first_failed(self) -> int:
         """Return the rank of the first failure since the last start; 0 if the journal cannot be written or read."""
-        records: list[Mapping[str, Any]] = []
-        with suppress(OSError):
-            records = read_journal(self._file.parent)
         first = None
-        for record in records:
+        for record in self._read()[self._num_earlier :]:
             if record["event"] == "started":
                 first = None
             elif record["event"] == "failed" and first is None:
                 first = record["rank"]
         return first or 0
 
+    def _read(self) -> list[Mapping[str, Any]]:
+        with suppress(OSError):
+            return read_journal(self._file.parent)
+        return []
+
     def _write(self, event: Literal["started", "progress", "slow", "ended", "failed"], **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n"
         # A single write in append mode, because several ranks may write to the file.
-        with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
-            file.write(line)
+        with suppress(OSError), self._file.open("a+b", buffering=0) as file:
+            file.write((line if self._is_complete(file) else f"\n{line}").encode())
         if self._ctx.is_main_process and event != "failed":
             self._write_status(event, values)
+
+    def _show_life(self) -> None:
+        """Replace the status regularly: a step, an evaluation or a save may take longer than the interval."""
+        while not self._has_ended.wait(_SECONDS):
+            with self._lock, suppress(OSError):
+                if not self._has_ended.is_set():
+                    self._status["time"] = round(time.time(), 3)
+                    write_status(self._file.parent, self._status)
+
+    def _is_complete(self, file: FileIO) -> bool:
+        """Return False if the last line is incomplete, after a full disk or a power loss: it ends at the next one."""
+        if (size := file.seek(0, os.SEEK_END)) == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
 
     def _write_status(self, event: str, values: Mapping[str, Any]) -> None:
         now, status = round(time.time(), 3), self._status
@@ -107,5 +134,5 @@ class Journal:
             status["saved_at"] = now
         status |= {name: values[name] for name in ("step", "saved", "run_id") if name in values}
         status |= {"time": now, "state": values["how"] if event == "ended" else "running", "error": None}
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             write_status(self._file.parent, status)

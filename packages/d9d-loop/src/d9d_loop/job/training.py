@@ -42,7 +42,7 @@ def train(plan: JobPlan, events: Events) -> TrainResult:
 
 
 def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: LauncherWatch) -> TrainResult | Stopped:
-    config, job = plan.config, None
+    config, job, is_locked = plan.config, None, False
     try:
         _agree_on_plan(plan, ctx)
         health = check_health(config.resilience.health, ctx=ctx)
@@ -56,6 +56,7 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
         # On any exit, the store finishes a pending save before the folder is unlocked.
         wait_seconds = config.resilience.timeouts.lock_seconds
         with store.locked(ctx, wait_seconds=wait_seconds), _locked_for_export(config, ctx), store:
+            is_locked = True
             job = build_job(plan, store=store, ctx=ctx, events=events)
             _describe_start(job)
             if config.evaluation.only:
@@ -74,7 +75,10 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
         if isinstance(error, KeyboardInterrupt):
             error.add_note(_what_is_saved(config))
         _report_failure(error, job, events)
-        _record_failure(error, job, config, ctx)
+        if job is not None:
+            job.journal.failed(describe_cause(error))
+        else:  # without the lock, the status may be that of another job
+            report_early_failure(config.run, ctx.rank, error, writes_status=is_locked)
         raise
 
 
@@ -155,14 +159,6 @@ def _report_failure(error: BaseException, job: Job | None, events: Events) -> No
         events.emit(Failed(0 if job is None else job.record.step, error))
     except Exception as another:
         error.add_note(f"in addition, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
-
-
-def _record_failure(error: BaseException, job: Job | None, config: TrainerConfig, ctx: DistributedContext) -> None:
-    """Record a failure in the journal and the status, and run `run.on_failure`."""
-    if job is not None:
-        job.journal.failed(describe_cause(error))
-    elif isinstance(error, Exception):
-        report_early_failure(config.run, ctx.rank, error)
 
 
 def _what_is_saved(config: TrainerConfig) -> str:

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -41,12 +42,19 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read a run folder. Raise `UserError` if it has no `metrics.jsonl`."""
+    """Read a run folder. Raise `UserError` if it has no `metrics.jsonl`, or a file of figures cannot be read."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise UserError(
             f"{folder} has no metrics.jsonl; expected a run folder of a job with the jsonl tracker. Check the path."
         )
+    try:
+        history = read_history(folder)
+    except OSError as error:
+        raise UserError(
+            f"the journal in {folder} cannot be read: {error.strerror}; expected a file. Check its permissions, or "
+            "rename it."
+        ) from None
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in read_metrics(metrics):
         for name, value in record.items():
@@ -60,13 +68,14 @@ def read_run(folder: Path) -> RunFolder:
         environment=_json(folder / "environment.json"),
         pictures={name: _data_url(folder / name) for name in _PICTURES if (folder / name).is_file()},
         profile="\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("profile/*/summary.md"))),
-        history=read_history(folder),
+        history=history,
     )
 
 
 def _texts(metrics: Path) -> list[tuple[int, str, str]]:
     texts: list[tuple[int, str, str]] = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
+    *lines, _incomplete = metrics.read_text(encoding="utf-8").split("\n")  # a text may contain "\u2028"
+    for line in lines:
         if '"text"' in line:
             record = json.loads(line)
             texts += [
@@ -78,7 +87,14 @@ def _texts(metrics: Path) -> list[tuple[int, str, str]]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Return the object in a JSON file; empty without a file. A damaged file does not prevent a report."""
+    if not path.is_file():
+        return {}
+    with suppress(OSError, ValueError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+    return {path.name: "damaged"}
 
 
 def _data_url(path: Path) -> str:

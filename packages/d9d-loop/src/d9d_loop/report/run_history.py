@@ -19,6 +19,14 @@ from pathlib import Path
 from typing import Any, final
 
 JOURNAL = "journal.jsonl"
+_VALUES = {
+    "started": {"step"},
+    "progress": {"step"},
+    "slow": {"step", "parts"},
+    "ended": {"step", "how"},
+    "failed": {"rank", "host", "cause"},
+}
+"""Values of a record of the journal, by event."""
 _HOST = re.compile(r"\b(?:on|or) ([\w.-]+) (?:is gone|is down|does not answer)")
 _CULPRIT = re.compile(r"[Rr]ank (\d+) (?:failed(?: before this rank)?|is missing): (.*)")
 
@@ -117,9 +125,22 @@ def read_journal(folder: Path) -> list[Mapping[str, Any]]:
                 record = json.loads(line)
             except ValueError:  # a line that a killed process did not finish
                 continue
-            if isinstance(record, dict) and "event" in record and "time" in record:
+            if _is_sound(record):
                 records.append(record)
     return records
+
+
+def _is_sound(record: object) -> bool:
+    """Return True if a record has the values of its event."""
+    if not isinstance(record, dict) or not isinstance(record.get("time"), int | float):
+        return False
+    needed = _VALUES.get(str(record.get("event")))
+    types = {**dict.fromkeys(("step", "saved", "rank"), int), **dict.fromkeys(("how", "cause", "host"), str)}
+    return (
+        needed is not None
+        and needed <= record.keys()
+        and all(isinstance(record[name], types[name]) for name in record.keys() & types.keys())
+    )
 
 
 def _course(life: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -2,17 +2,24 @@
 
 import argparse
 import json
+import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from d9d_dist import UserError
+from d9d_loop.cli_main import cli_main
+from d9d_loop.report.run_history import JOURNAL, read_journal
+
 STATUS = "status.json"
 _STALE_SECONDS = 60.0  # a job replaces the file every 10 seconds while it trains
 _COLUMNS = ("run", "state", "step", "saved", "updated", "hosts", "error")
 _WIDEST = 80
+_FIRST_FAILURE = re.compile(r"[Rr]ank \d+ (failed before this rank|is missing): ")
 
 
 def write_status(folder: Path, status: Mapping[str, Any]) -> None:
@@ -48,32 +55,89 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def describe_runs(folders: Sequence[Path], *, now: float) -> str:
-    """Return a table of runs. A folder without a status file stands for the run folders in it."""
-    runs = [run for folder in folders for run in ([folder] if (folder / STATUS).exists() else sorted(folder.glob("*")))]
-    statuses = [(run, status) for run in runs if (status := read_status(run)) is not None]
-    rows = [_COLUMNS, *(_row(run, status, now) for run, status in statuses)]
+    """Return a table of runs. A folder that is no run stands for the runs in it.
+
+    Raises:
+        UserError: If a folder does not exist or cannot be read.
+    """
+    rows = [_COLUMNS, *(_row(run, now) for folder in folders for run in _runs(folder))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
-def _row(run: Path, status: Mapping[str, Any], now: float) -> tuple[str, ...]:
-    age = max(now - float(status.get("time", 0)), 0.0)
+def _runs(folder: Path) -> list[Path]:
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be read: {error.strerror}; expected a run folder, or a folder of runs. Check the path."
+        ) from None
+    return [folder] if _is_run(folder) else list(filter(_is_run, inside))
+
+
+def _is_run(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for name in (STATUS, JOURNAL))  # False without permission
+
+
+def _row(run: Path, now: float) -> tuple[str, ...]:
+    status = read_status(run)
+    if status is None:
+        return _row_without_status(run, now)
     state = str(status.get("state"))
-    if state == "running" and age > _STALE_SECONDS:
+    time = status.get("time")
+    if state == "running" and _age(time, now) > _STALE_SECONDS:
         state = "no sign of life"
-    saved = str(status.get("saved", 0))
-    error = " ".join(str(status.get("error") or "").split())[:_WIDEST]
-    hosts = ",".join(status.get("hosts", ()))
-    return (str(run), state, f"{status.get('step')}/{status.get('steps')}", saved, f"{age:.0f} s ago", hosts, error)
+    step = "/".join("-" if status.get(name) is None else str(status[name]) for name in ("step", "steps"))
+    hosts = status.get("hosts")
+    hosts = ",".join(map(str, hosts)) if isinstance(hosts, list) else ""
+    return (str(run), state, step, str(status.get("saved", "-")), _ago(time, now), hosts, _shorten(status.get("error")))
+
+
+def _row_without_status(run: Path, now: float) -> tuple[str, ...]:
+    """Describe a run of an earlier version, or one whose status is damaged, by its journal."""
+    records: list[Mapping[str, Any]] = []
+    with suppress(OSError):
+        records = read_journal(run)
+    step, saved = (
+        max((record[name] for record in records if name in record), default="-") for name in ("step", "saved")
+    )
+    problem = f"{STATUS} cannot be read" if os.path.lexists(run / STATUS) else f"no {STATUS}"
+    return (
+        str(run),
+        "unknown",
+        f"{step}/-",
+        str(saved),
+        _ago(records[-1]["time"] if records else None, now),
+        "",
+        problem,
+    )
+
+
+def _age(time: object, now: float) -> float:
+    return max(now - time, 0.0) if isinstance(time, int | float) else math.inf
+
+
+def _ago(time: object, now: float) -> str:
+    age = _age(time, now)
+    return "-" if math.isinf(age) else f"{age:.0f} s ago"
+
+
+def _shorten(error: object) -> str:
+    """Return the start of an error in one line; an error of a rank that lost its peer starts with the peer's."""
+    text = " ".join(str(error or "").split())
+    first = _FIRST_FAILURE.search(text)
+    return text[first.start() if first else 0 :][:_WIDEST]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command: `d9d-status FOLDER...`."""
     parser = argparse.ArgumentParser(prog="d9d-status", description="Print a table of runs, from their status files.")
     parser.add_argument("folders", type=Path, nargs="+", help="run folders, or folders of runs")
-    print(describe_runs(parser.parse_args(arguments).folders, now=time.time()))
+    options = parser.parse_args(arguments)
+    with cli_main():
+        print(describe_runs(options.folders, now=time.time()))
 
 
 if __name__ == "__main__":

@@ -174,8 +174,18 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             record = json.loads(line)
         except ValueError:
             record = None
-        is_sound = isinstance(record, dict) and isinstance(record.get("step", 0), int)
+        is_sound = isinstance(record, dict) and isinstance(record.get("step", 0), int) and _has_values(record)
         yield line + b"\n", record if is_sound else None
+
+
+def _has_values(record: Mapping[str, Any]) -> bool:
+    """Return True for a line of a configuration, or of values that `log` writes."""
+    try:
+        return "step" not in record or all(
+            isinstance(each, dict) or float(each) is not None for each in record.values()
+        )
+    except (TypeError, ValueError):
+        return False
 
 
 def _open(path: Path) -> FileIO:

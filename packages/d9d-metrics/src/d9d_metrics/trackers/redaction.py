@@ -11,24 +11,39 @@ REDACTED = "<redacted>"
 
 # Match whole words, so that `tokenizer`, `num_tokens` and `key_size` are not redacted.
 _SECRET_NAME = re.compile(
-    r"(^|_)(password|passwd|passphrase|pwd|secret|secrets|credential|credentials|token|bearer|authorization|auth|cookie"
-    r"|(api|access|private|secret|signing|encryption|ssh)_?keys?)(_(id|value|text|string))?$"
+    r"(^|_)(password|passwd|passphrase|(db|user|smtp|proxy|redis)_pass|pwd|secret|secrets|credential|credentials|token|bearer|authorization|auth"
+    r"|cookie|(api|access|private|secret|signing|encryption|ssh|account|wandb)_?keys?)(_(id|value|text|string))?$"
 )
 # Tokens of a text, such as `pad_token` and `eos_token_id` of a tokenizer, are no secrets.
 _TEXT_TOKEN = re.compile(r"(^|_)(bos|eos|unk|sep|pad|cls|mask|end|stop)_token$|_token_id$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+# A match is a secret, after a `name` that is kept.
+_QUERY = r"(?i:(?:[\w-]{0,40}(?:password|secret|token|credential|signature|key)|sig)=)"
 _SECRET_TEXT = re.compile(
-    r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user and password of a URL
+    r"(?<=://)(?:[^/\s:@]*:[^/\s]+|[\w.~-]{16,})(?=@)"  # password, or token in place of the user, of a URL
+    rf"|(?P<name>[?&]{_QUERY})[^\s&'\"]{{4,}}"
     r"|(?i:\bbearer\s+)[\w.~+/-]{8,}=*"
-    r"|\b(?:hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|ya29\.|wandb_v1_)[\w.-]{8,}"
+    r"|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+"
+    r"|\b(?:hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|[sr]k_(?:live|test)_|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|npm_|pypi-"
+    r"|r8_|gsk_|nvapi-|hvs\.|wandb_v1_)[\w.-]{8,}"
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON Web Token
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 _MIN_SECRET_LENGTH = 6
-# A name and its value in prose or in a query: password=X, "api_key": "X".
-_NAMED_SECRET = re.compile(
-    r"(?i)(?P<name>\b[\w-]*(?:password|passwd|passphrase|secret|token|credential|api_?key|access_?key)['\"]?\s*[=:]\s*['\"]?)"
-    r"[^\s'\"&,;)}]{4,}"
+# A name and its value in prose, in JSON or on a command line: password=X, "api_key": "X", --hub.token X.
+_NAME = (
+    r"(?i:(?:password|passwd|passphrase|(?:db|user|smtp|proxy|redis)_pass|pwd|secret|credential|(?<!bos_|eos_|unk_|sep_|pad_|cls_|end_)(?<!mask_|stop_)token|signature"
+    r"|(?:api|access|private|secret|account)[ _-]?key))"
+)
+_QUOTE = r"\\?['\"]"
+_NAMED_SECRETS = (
+    re.compile(rf"(?P<name>{_NAME}(?:{_QUOTE})?\s*[=:]\s*(?P<quote>{_QUOTE})).{{2,}}?(?=(?P=quote))"),
+    re.compile(rf"(?P<name>{_NAME}(?:{_QUOTE})?\s*[=:]\s*)(?!None\b|null\b)[^\s'\"\\&,;)}}\]<]{{4,}}"),
+    re.compile(rf"(?P<name>--[\w.-]{{0,40}}{_NAME}\s+)[^\s'\"<-]\S{{3,}}"),
+    re.compile(rf"(?P<name>(?i:key)(?:{_QUOTE})?\s*[=: ]\s*(?:{_QUOTE})?)[\w+/-]{{20,}}=*"),
+    re.compile(rf"(?P<name>(?i:\bauthorization)(?:{_QUOTE})?\s*[=:]\s*(?:{_QUOTE})?)(?!<)(?:[a-zA-Z]+\s+)?[^\s'\"]+"),
+    re.compile(r"(?P<name>(?i:\bcookie):\s*)[^\n'\"]+"),
+    re.compile(r"(?P<name>(?:\s-u|--user)[ =])[^\s:]+:\S+"),  # of curl
 )
 
 
@@ -49,21 +64,23 @@ def redact_secrets(
 
 def redact_text(text: str) -> str:
     """Return a text, such as the message of an exception, without what looks like a secret; see `redact_secrets`."""
-    return str(redact_secrets({"text": _NAMED_SECRET.sub(_redacted_name, text)})["text"])
+    text = str(redact_secrets({"text": text})["text"])
+    for pattern in _NAMED_SECRETS:
+        text = pattern.sub(_hide, text)
+    return text
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:
     """Return a command line without what looks like a secret: `--api_key X`, `TOKEN=X`, addresses with a password."""
     redacted = [redact_text(each) for each in arguments]
-    for number, each in enumerate(arguments[:-1]):
-        if each.startswith("-") and "=" not in each and _names_secret(each.lstrip("-").rpartition(".")[2]):
-            redacted[number + 1] = REDACTED
+    for number, each in enumerate(arguments):
+        name, is_assigned, _ = each.partition("=")
+        if each.startswith("-") and _names_secret(name.lstrip("-").rpartition(".")[2]):
+            if is_assigned:
+                redacted[number] = f"{name}={REDACTED}"
+            elif number + 1 < len(redacted):
+                redacted[number + 1] = REDACTED
     return redacted
-
-
-def _redacted_name(found: re.Match[str]) -> str:
-    is_of_text = _TEXT_TOKEN.search(found["name"].rstrip(" =:'\"")) is not None
-    return found[0] if is_of_text else f"{found['name']}{REDACTED}"
 
 
 def _redacted(value: Any, known: list[str]) -> Any:
@@ -78,8 +95,12 @@ def _redacted(value: Any, known: list[str]) -> Any:
         case str():
             for secret in known:
                 value = value.replace(secret, REDACTED)
-            return _SECRET_TEXT.sub(REDACTED, value)
+            return _SECRET_TEXT.sub(_hide, value)
     return value
+
+
+def _hide(found: re.Match[str]) -> str:
+    return f"{found['name'] or ''}{REDACTED}"
 
 
 def _names_secret(name: str) -> bool:
