@@ -119,12 +119,18 @@ def require_equal_tying(config: HuggingFaceConfig, *, default: bool) -> None:
         )
 
 
+def has_windows(config: HuggingFaceConfig) -> bool:
+    """Return True if layers of a Qwen2 or Qwen3 model may have windows: `sliding_window = null` means none."""
+    is_on = config_value(config, "use_sliding_window", bool, default=False)
+    return is_on and config.get("sliding_window", DEFAULT_WINDOW) is not None
+
+
 def read_windows(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the windows of Qwen2 and Qwen3: by `layer_types`, or else all layers from `max_window_layers` on.
 
     Without causality, `transformers` excludes the current position from the window size.
     """
-    is_sliding = config_value(config, "use_sliding_window", bool, default=False)
+    is_sliding = has_windows(config)
     first = config_value(config, "max_window_layers", int, default=28, minimum=0)
     layers = layers_of_kind(
         config, values["num_layers"], "sliding_attention", default=lambda index: is_sliding and index >= first

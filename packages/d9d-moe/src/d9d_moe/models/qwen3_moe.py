@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 from d9d_dist.errors import UserError
 from d9d_modules import AttentionForm, DecoderForCausalLM, GroupedQueryParams, HuggingFaceConfig, config_value
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_config import DEFAULT_WINDOW, read_one_window
+from d9d_modules.models.hugging_face_config import DEFAULT_WINDOW, has_windows, read_one_window
 from d9d_moe.models.experts_hugging_face import expert_entries, read_router_losses, written_router_losses
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
 from d9d_state import JsonValue
@@ -43,7 +43,7 @@ def read_dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, 
 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the indices of the dense layers, the sliding window of all layers, and the balance loss."""
-    is_sliding = config_value(config, "use_sliding_window", bool, default=False)
+    is_sliding = has_windows(config)
     size = config_value(config, "sliding_window", int, default=DEFAULT_WINDOW) if is_sliding else None
     window = {} if size is None else read_one_window(size, values)
     return {"dense_layers": read_dense_layers(config, values["num_layers"]), **window, **read_router_losses(config)}
