@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Ended:
 
     def left_in_temporary_folder(self) -> list[str]:
         """Return the names in the job's temporary folder, except those that torchrun itself never deletes."""
-        names = [path.name for path in (self.folder / "tmp").iterdir()]
+        names = [path.name for path in _temporary(self.folder).iterdir()]
         return [name for name in names if not name.startswith("torchelastic_")]
 
     def export_is_whole(self) -> bool:
@@ -92,8 +93,8 @@ def run_until_end(
     for name in ("quickstart.py", "quickstart.toml", "ending_job.py"):
         source = ROOT / ("integration_tests" if name == "ending_job.py" else "examples") / name
         (folder / name).write_bytes(source.read_bytes())
-    (folder / "tmp").mkdir(exist_ok=True)
-    end = {"HOW": how, "AT": at, "ON": on, "TMPDIR": str(folder / "tmp")}
+    _temporary(folder).mkdir(exist_ok=True)
+    end = {"HOW": how, "AT": at, "ON": on, "TMPDIR": str(_temporary(folder))}
     environment = {**os.environ, **end, "OMP_NUM_THREADS": "1", "D9D_DEVICE": "cpu"}
     steps = "4" if "export" in at or how == "cut store" else "100000"
     arguments = [word for name, value in {**_SETTINGS, "steps": steps}.items() for word in (f"--{name}", value)]
@@ -127,9 +128,14 @@ def wait_for(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def _temporary(folder: Path) -> Path:
+    """Return the temporary folder of a job. Its path is short: those of the sockets in it have at most 107 bytes."""
+    return folder.parent / f"{zlib.crc32(folder.name.encode()):x}"
+
+
 def _processes(folder: Path) -> list[int]:
     """Return the processes of a job: those with its temporary folder in their environment."""
-    mark, found = f"TMPDIR={folder / 'tmp'}\0".encode(), list[int]()
+    mark, found = f"TMPDIR={_temporary(folder)}\0".encode(), list[int]()
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if mark in (path / "environ").read_bytes() and process_state(int(path.name)) != "is gone":

@@ -45,8 +45,8 @@ def rehearse(plan: JobPlan) -> None:
     """Run the first microbatches of a planned job and of its evaluation with fake tensors, in a forked process.
 
     The whole model runs, also of a pipeline; under context parallelism with the part of rank 0. Batches of another
-    size, at the end of an epoch and of the evaluation, run too. No collectives. Only rank 0 rehearses; if rank 0
-    raises, the launcher ends the other ranks. A job that is complete is not rehearsed.
+    size, at the end of an epoch and of the evaluation, run too. No collectives. Only rank 0 rehearses. A job that is
+    complete is not rehearsed.
 
     Raises:
         UserError: If the dataset, the task or the model raises, or the task returns something other than a loss.

@@ -29,22 +29,34 @@ def train(plan: JobPlan, events: Events) -> TrainResult:
     launch, config = plan.model.launch, plan.config
     with LauncherWatch() as launcher, ExitStack() as stack:
         with early_failure_reported(config.run, launch.rank):
-            if config.rehearsal:
-                rehearse(plan)
+            mistake = _rehearse(plan) if config.rehearsal else None
             timeouts = config.resilience.timeouts.timeouts
             mesh = plan.model.mesh.build(launch=launch, timeouts=timeouts, precision=config.precision)
             ctx = stack.enter_context(mesh)
-        result = _train(plan, ctx, events, launcher)
+        result = _train(plan, ctx, events, launcher, mistake)
     if isinstance(result, Stopped):
         # Raised outside the context, which would report the exception to the other ranks as a failure.
         raise result
     return result
 
 
-def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: LauncherWatch) -> TrainResult | Stopped:
+def _rehearse(plan: JobPlan) -> UserError | None:
+    """Rehearse on rank 0. Return its mistake if other ranks wait for this rank, and raise it if there are none."""
+    try:
+        rehearse(plan)
+    except UserError as error:
+        if plan.model.launch.world_size == 1:
+            raise
+        return error
+    return None
+
+
+def _train(
+    plan: JobPlan, ctx: DistributedContext, events: Events, launcher: LauncherWatch, mistake: UserError | None
+) -> TrainResult | Stopped:
     config, job, is_locked = plan.config, None, False
     try:
-        _agree_on_plan(plan, ctx)
+        _agree_on_plan(plan, ctx, mistake)
         health = check_health(config.resilience.health, ctx=ctx)
         if health is not None and health.slow and ctx.is_main_process:
             print(health)
@@ -82,15 +94,18 @@ def _train(plan: JobPlan, ctx: DistributedContext, events: Events, launcher: Lau
         raise
 
 
-def _agree_on_plan(plan: JobPlan, ctx: DistributedContext) -> None:
-    """Raise `UserError` on all ranks if a rank has other code, another configuration or other data. Collective."""
+def _agree_on_plan(plan: JobPlan, ctx: DistributedContext, mistake: UserError | None) -> None:
+    """Raise `UserError` on all ranks if a rank has other code, another configuration or other data. Collective.
+
+    `mistake` is what the rehearsal found on this rank: all ranks raise it.
+    """
     others = {
         "collate": plan.data.collate,
         "the optimizer": plan.optimizer,
         "the learning-rate schedule": plan.lr_schedule,
     }
     code = describe_code(plan.model.built, plan.task, others) if ctx.world_size > 1 else {}
-    agree(same={**code, "the configuration": dict(flatten(redact_secrets(plan.resolved)))})
+    agree(mistake, same={**code, "the configuration": dict(flatten(redact_secrets(plan.resolved)))})
     agree_on_data({"the training data": plan.data_identity(), "the evaluation data": plan.evaluation_identity()})
 
 
