@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from d9d_loop.job.stamped_output import stamp_output
+from d9d_loop.job.stamped_output import stamped_output
 
 _STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d rank 3 "
 _SCRIPT = """
 import logging, sys, warnings
 logging.basicConfig(format="%(message)s")
 print("before")
-from d9d_loop.job.stamped_output import stamp_output
-for _ in range(2):  # a second job of the process
-    stamp_output(3, enabled=True)
-print("step", 1)
-print("a\\nb", file=sys.stderr)
-sys.stdout.writelines(["c\\n", "d\\u2028e\\n"])
-logging.warning("logged")
-warnings.warn("warned")
-raise KeyError("x")
+from d9d_loop.job.stamped_output import stamped_output
+with stamped_output(3, enabled=True):
+    print("step", 1)
+print("between")
+with stamped_output(3, enabled=True):
+    print("a\\nb", file=sys.stderr)
+    sys.stdout.writelines(["c\\n", "d\\u2028e\\n"])
+    logging.warning("logged")
+    warnings.warn("warned")
+    raise KeyError("x")
 """
 
 
@@ -43,13 +44,13 @@ def _own(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = False) -> _Stre
     return stream
 
 
-def test_each_line_until_the_end_of_the_process_has_time_and_rank(tmp_path: Path) -> None:
+def test_each_line_of_a_job_and_of_its_traceback_has_time_and_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     ended = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
     )
     assert ended.returncode == 1
-    assert re.fullmatch(rf"before\n{_STAMP}step 1\n{_STAMP}c\n{_STAMP}d\u2028e\n", ended.stdout)
+    assert re.fullmatch(rf"before\n{_STAMP}step 1\nbetween\n{_STAMP}c\n{_STAMP}d\u2028e\n", ended.stdout)
     lines = ended.stderr.removesuffix("\n").split("\n")
     assert all(re.match(_STAMP, line) for line in lines)
     texts = [re.sub(_STAMP, "", line) for line in lines]
@@ -60,16 +61,17 @@ def test_each_line_until_the_end_of_the_process_has_time_and_rank(tmp_path: Path
 
 def test_a_terminal_has_no_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = _own(monkeypatch, is_terminal=True)
-    stamp_output(0, enabled=True)
-    print("step 1")
+    with stamped_output(0, enabled=True):
+        print("step 1")
     assert stream.getvalue() == "step 1\n"
 
 
 def test_the_setting_removes_the_stamps_of_an_earlier_job(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = _own(monkeypatch)
-    stamp_output(0, enabled=True)
-    stamp_output(0, enabled=False)
-    print("step 1")
+    with pytest.raises(KeyError), stamped_output(0, enabled=True):
+        raise KeyError
+    with stamped_output(0, enabled=False):
+        print("step 1")
     assert stream.getvalue() == "step 1\n"
 
 
@@ -77,6 +79,6 @@ def test_a_stream_of_the_caller_is_not_changed(monkeypatch: pytest.MonkeyPatch) 
     _own(monkeypatch)
     stream = _Stream(is_terminal=False)
     monkeypatch.setattr(sys, "stdout", stream)  # as in a notebook
-    stamp_output(0, enabled=True)
-    print("step 1")
+    with stamped_output(0, enabled=True):
+        print("step 1")
     assert stream.getvalue() == "step 1\n"

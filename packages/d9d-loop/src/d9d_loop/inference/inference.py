@@ -31,7 +31,7 @@ from d9d_loop.inference.pace import Pace
 from d9d_loop.inference.results_folder import ResultsFolder
 from d9d_loop.isolation import isolated_random
 from d9d_loop.job.progress import Progress
-from d9d_loop.job.stamped_output import stamp_output
+from d9d_loop.job.stamped_output import stamped_output
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.resilience import HangWatchdog
@@ -100,7 +100,10 @@ class Inference:
                 group starts; if the configuration differs between ranks; or if the task returns a wrong number of
                 results for a batch.
         """
-        stamp_output(read_launch().rank, enabled=self._config.logging.stamps)
+        with stamped_output(read_launch().rank, enabled=self._config.logging.stamps):
+            return self._run()
+
+    def _run(self) -> InferenceResult:
         plan = self._plan()
         hangs = self._config.resilience
         with (

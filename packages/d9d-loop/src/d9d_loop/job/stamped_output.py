@@ -1,23 +1,32 @@
 """Time and rank at the start of each line of a job's log."""
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TextIO
 
 
-def stamp_output(rank: int, *, enabled: bool) -> None:
-    """Prepend local time and rank to each line that this process prints from now on, unless it prints to a terminal.
+@contextmanager
+def stamped_output(rank: int, *, enabled: bool) -> Generator[None]:
+    """Prepend local time and rank to each line that is printed in the body, unless this process prints to a terminal.
 
-    Standard output and standard error are changed in place, because handlers of `logging` keep the streams. Their lines
-    are stamped until the process ends: a traceback after the job belongs to the same log. Streams that replace the
-    process's own ones, such as in a notebook or under pytest, are not changed. `enabled=False` removes earlier stamps.
+    Standard output and standard error are changed in place, because handlers of `logging` keep the streams. If the body
+    raises, their lines are stamped until the process ends: the traceback belongs to the log. Streams that replace the
+    process's own ones, such as in a notebook or under pytest, are not changed.
     """
+    _remove_stamps()
     for stream, own in ((sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)):
-        if own is None:
-            continue
-        vars(own).pop("write", None)
-        if enabled and stream is own and not own.isatty():
+        if own is not None and enabled and stream is own and not own.isatty():
             _stamp(own, rank)
+    yield
+    _remove_stamps()
+
+
+def _remove_stamps() -> None:
+    for own in (sys.__stdout__, sys.__stderr__):
+        if own is not None:
+            vars(own).pop("write", None)
 
 
 def _stamp(stream: TextIO, rank: int) -> None:

@@ -16,7 +16,7 @@ from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import TrainResult
 from d9d_loop.job.end_command import early_failure_reported
-from d9d_loop.job.stamped_output import stamp_output
+from d9d_loop.job.stamped_output import stamped_output
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -118,12 +118,12 @@ class Trainer:
             Stopped: If a signal or a slow host ended the job, after a checkpoint of its last step was saved.
         """
         rank = read_launch().rank
-        stamp_output(rank, enabled=self._config.logging.stamps)
-        with early_failure_reported(self._config.run, rank), explained("the job cannot be built"):
-            plan = self._plan(self._config)
-        from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
+        with stamped_output(rank, enabled=self._config.logging.stamps):
+            with early_failure_reported(self._config.run, rank), explained("the job cannot be built"):
+                plan = self._plan(self._config)
+            from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
 
-        return train(plan, self.events)
+            return train(plan, self.events)
 
 
 def _check_types(config: object, task: object) -> None:
