@@ -10,7 +10,7 @@ pytest.importorskip("tokenizers", reason="needs the extra chat")
 from chat_examples import CHATML, byte_tokenizer, chat_tokenizer, chats
 
 from d9d_dist import UserError
-from d9d_loop.data import ChatData, TokenFile
+from d9d_loop.data import ChatData, TokenFile, read_chat_tokenizer, read_conversation
 from d9d_loop.data.__main__ import main
 
 PAIRS = [{"prompt": f"ask {n}", "chosen": f"good {n}", "rejected": "bad"} for n in range(5)]
@@ -67,6 +67,24 @@ def test_the_command_writes_and_shows_masks(tmp_path: Path, capsys: pytest.Captu
     assert TokenFile(tmp_path / "tokens").has_masks
     with pytest.raises(UserError, match=r"conversation 5: a conversation has 3.. positions"):
         main([*options, "--output", str(tmp_path / "other"), "--max-length", "200"])
+
+
+def test_the_command_holds_out_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = [{**sample, "id": number} for number, sample in enumerate([*chats(20), *chats(20)])]
+    path, folder = _lines(tmp_path / "chats.jsonl", samples), _folder(tmp_path / "model")
+    main([str(path), "--chat", f"--tokenizer={folder}", f"--output={tmp_path / 't'}", "--held-out=0.3"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(line["folder"]) for line in lines] == [tmp_path / "t" / "train", tmp_path / "t" / "held_out"]
+    files = [TokenFile(line["folder"]) for line in lines]
+    train, held_out = ([tuple(file[n]["tokens"].tolist()) for n in range(len(file))] for file in files)
+    assert not set(train) & set(held_out), "duplicates are in the same part"
+    tokenizer = read_chat_tokenizer(folder)
+    expected = [tuple(tokenizer(read_conversation(sample)).tokens) for sample in samples]
+    assert sorted([*train, *held_out]) == sorted(expected)
+    assert 2 <= len(held_out) <= 22
+    _lines(path, [*samples, {"messages": 3}])
+    with pytest.raises(UserError, match=r"chats\.jsonl, line 41: "):
+        main([str(path), "--chat", f"--tokenizer={folder}", f"--output={tmp_path / 'u'}", "--held-out=0.3"])
 
 
 def test_the_command_needs_an_output_or_something_to_show(tmp_path: Path) -> None:

@@ -35,6 +35,24 @@ def test_without_an_end_token_empty_documents_are_skipped(tmp_path: Path, tokeni
     assert len(file) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-length=9"], "--max-length without --chat; expected it only with --chat"),
+        (["--too-long=drop"], "--too-long without --chat"),
+        (["--date=2025-01-01"], "--date without --chat"),
+        (["--show=1"], "--show without --chat"),
+        (["--chat", "--end-token=x"], "--end-token with --chat; expected it only without --chat, because it has no"),
+        (["--chat", "--train-vocab-size=300"], "--train-vocab-size with --chat"),
+        (["--chat", "--field=body"], "--field with --chat"),
+        (["--chat", "--held-out=1"], "--held-out 1.0; expected a fraction"),
+    ],
+)
+def test_options_without_an_effect_are_an_error(options: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(["x", "--output=y", "--tokenizer=z", *options])
+
+
 def _write_texts(folder: Path) -> None:
     (folder / "texts" / "more").mkdir(parents=True)
     for number, text in enumerate(TEXTS[:30]):

@@ -1,6 +1,7 @@
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_loop.data import cached_token_file
+from d9d_loop.data import TokenFile, cached_token_file
 from d9d_loop.data.token_file_writer import PartialFolder
 
 
@@ -118,8 +119,28 @@ def test_other_documents_or_options_are_cached_in_another_file(tmp_path: Path, o
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_concurrent_ranks_get_one_file(tmp_path: Path) -> None:
+def test_one_of_several_concurrent_ranks_tokenizes(tmp_path: Path) -> None:
+    all_ask, tokenized = Barrier(3, timeout=30), list[bytes]()
+
+    def tokenize(text: bytes) -> list[int]:
+        tokenized.append(text)
+        return list(text)
+
+    def ask() -> TokenFile:
+        all_ask.wait()
+        return cached_token_file(TEXTS, tmp_path, tokenize=tokenize)
+
+    with ThreadPoolExecutor(3) as pool:
+        files = [each.result() for each in [pool.submit(ask) for _ in range(3)]]
+    assert [bytes(file[1]["tokens"].tolist()) for file in files] == [b"another"] * 3
+    assert tokenized == TEXTS
+    assert [path.name.startswith("bytes-") for path in tmp_path.iterdir()] == [True]
+
+
+def test_the_first_of_several_machines_gives_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their locks do not exclude each other."""
     all_write = Barrier(3, timeout=30)
+    monkeypatch.setattr("d9d_loop.data.token_file_writer.host_lock", lambda kind, key: nullcontext())
 
     def together(text: bytes) -> list[int]:
         all_write.wait()

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from d9d_dist import UserError, read_launch
 from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
-from d9d_loop.data import tokenize_text
+from d9d_loop.data import read_chat_tokenizer, read_conversation, tokenize_chats, tokenize_text
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows, labeled_rows, packed_texts, text_tokenizer, text_windows
 from d9d_loop.jobs.text_groups import text_groups
@@ -655,6 +655,34 @@ def test_a_token_file_is_of_the_models_tokenizer_and_is_not_split(folder: Path, 
         opened("tokens", model={"family": "qwen3"})
     with pytest.raises(UserError, match=r"job = sft: the token file has no loss masks"):
         chat_rows(_config(folder, tmp_path, "sft", dataset={"files": [tmp_path / "tokens"]}))
+    with pytest.raises(UserError, match=r"end_token = '<\|end\|>', but dataset.files: .* written without an end token"):
+        opened("tokens", dataset={"end_token": "<|end|>"})
+    tokenize_text(texts, tmp_path / "ended", tokenizer=tokenizer, end_token="<|user|>")  # noqa: S106
+    with pytest.raises(UserError, match=r"was written with --end-token '<\|user\|>'; expected the same one"):
+        opened("ended", dataset={"end_token": "<|end|>"})
+    opened("ended", dataset={"end_token": "<|user|>"})
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_token_file_of_longer_chats_is_an_error(packing: bool, folder: Path, tmp_path: Path) -> None:
+    """Parts of a chat that is split would lack the messages before them."""
+    chats = [json.loads(line) for line in (folder / FILES["sft"]).read_text().splitlines()]
+    tokenizer = read_chat_tokenizer(folder / "model")
+    longest = max(len(tokenizer(read_conversation(chat)).tokens) for chat in chats)
+    tokenize_chats(chats, tmp_path / "tokens", tokenizer=tokenizer)
+    dataset = {"files": [tmp_path / "tokens"], "packing": packing, "length": longest}
+    chat_rows(_config(folder, tmp_path, "sft", dataset=dataset))
+    message = rf"dataset.files has a conversation of {longest} tokens; expected at most dataset.length = {longest - 1}"
+    with pytest.raises(UserError, match=message):
+        chat_rows(_config(folder, tmp_path, "sft", dataset={**dataset, "length": longest - 1}))
+
+
+def test_masks_of_a_token_file_are_used_or_an_error(folder: Path, tmp_path: Path) -> None:
+    tokenizer = read_chat_tokenizer(folder / "model")
+    tokenize_chats([{"prompt": "a", "completion": "b"}] * 9, tmp_path / "tokens", tokenizer=tokenizer)
+    config = _config(folder, tmp_path, "pretrain", dataset={"files": [tmp_path / "tokens"], "length": 8})
+    with pytest.raises(UserError, match=r"job = pretrain: dataset.files has loss masks of conversations; .*job = sft"):
+        text_windows(config)
 
 
 @pytest.mark.parametrize(("job", "packing"), [*((job, False) for job in JOBS), ("sft", True), ("pretrain", True)])

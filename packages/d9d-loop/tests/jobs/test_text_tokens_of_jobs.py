@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from d9d_dist import UserError
-from d9d_loop.data import read_chat_tokenizer, read_conversation, read_text_tokenizer
+from d9d_loop.data import TokenFile, read_chat_tokenizer, read_conversation, read_text_tokenizer
+from d9d_loop.data.__main__ import main
 from d9d_loop.jobs import TextJobConfig, text_trainer
 from d9d_loop.jobs.text_data import chat_rows, labeled_rows, text_windows
 
@@ -140,3 +141,24 @@ def test_the_export_has_the_tokenizer_of_the_job(kind: str, tmp_path: Path) -> N
     auto: Any = transformers.AutoTokenizer.from_pretrained(run / "export")
     expected = list(b"Gr\xc3\xb6\xc3\x9fe") if source is None else read_text_tokenizer(source).encode("Größe")
     assert auto("Größe").input_ids == expected
+
+
+@pytest.mark.parametrize("end_token", [None, "<|user|>"])
+def test_a_job_has_the_tokens_that_the_command_writes(end_token: str | None, tmp_path: Path) -> None:
+    """Empty texts are skipped, although the tokenizer adds a token to each text."""
+    tokenizer = _tokenizer(tmp_path / "tokenizer", closing=True)
+    texts = ["ab", "", "a longer text", "", "c" * 40]
+    config = _config(
+        "pretrain", tokenizer, [{"text": text} for text in texts], tmp_path, dataset={"end_token": end_token}
+    )
+    options = [] if end_token is None else [f"--end-token={end_token}"]
+    main([str(tmp_path / "rows.jsonl"), f"--output={tmp_path / 'tokens'}", f"--tokenizer={tokenizer}", *options])
+    dataset = config.dataset.model_copy(update={"files": (tmp_path / "tokens",)})
+    rows, of_file = (
+        text_windows(each).training(seed=0) for each in (config, config.model_copy(update={"dataset": dataset}))
+    )
+    assert rows.identity() == of_file.identity()
+    file = TokenFile(tmp_path / "tokens")
+    end = [] if end_token is None else [258]
+    ids = [[*read_text_tokenizer(tokenizer).encode(text), *end] for text in texts if text]
+    assert [file[n]["tokens"].tolist() for n in range(len(file))] == ids

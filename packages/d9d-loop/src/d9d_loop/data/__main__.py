@@ -7,10 +7,10 @@ python -m d9d_loop.data chats.jsonl --chat --output tokens --tokenizer Qwen3-0.6
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import JsonValue
 
@@ -24,6 +24,10 @@ from d9d_loop.data.text_tokenizer import END_TOKEN
 
 if TYPE_CHECKING:
     from d9d_loop.data import TextFiles, TokenFile
+    from d9d_loop.data.sample_files import DataFiles
+
+_OF_TEXTS = ("train_vocab_size", "pattern", "field", "end_token")
+_OF_CHATS = ("max_length", "date", "too_long", "show")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--held-out",
         type=float,
         default=0.0,
-        help="fraction of the documents to write to OUTPUT/held_out; the others are written to OUTPUT/train",
+        help="fraction of the documents or conversations to write to OUTPUT/held_out; the others are written to "
+        "OUTPUT/train",
     )
     chat = parser.add_argument_group("conversations")
     chat.add_argument("--chat", action="store_true", help="read conversations and write loss masks")
@@ -69,26 +74,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.output is None and not (options.chat and options.show):
         parser.error("the following arguments are required: --output")
+    _check(options, parser)
+    kinds = {"train": False, "held_out": True} if options.held_out else {"": False}
+    tokenize = _tokenize_chats if options.chat else _tokenize_texts
+    tokenize(options, {Path(options.output or "", name): is_held_out for name, is_held_out in kinds.items()})
+
+
+def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raise `UserError` for a value that is out of range, and for an option that would have no effect."""
     if options.max_length is not None and options.max_length < 2:
         raise UserError(f"--max-length {options.max_length}; expected at least 2 tokens.")
-    if options.chat:
-        _tokenize_chats(options)
-        return
+    if not 0 <= options.held_out < 1:
+        raise UserError(f"--held-out {options.held_out}; expected a fraction of at least 0 and less than 1.")
+    for name in _OF_TEXTS if options.chat else _OF_CHATS:
+        if getattr(options, name) != parser.get_default(name):
+            raise UserError(
+                f"--{name.replace('_', '-')} {'with' if options.chat else 'without'} --chat; expected it only "
+                f"{'without' if options.chat else 'with'} --chat, because it has no effect on "
+                f"{'conversations' if options.chat else 'texts'}. Remove it."
+            )
+
+
+def _tokenize_texts(options: argparse.Namespace, folders: Mapping[Path, bool]) -> None:
     documents = data.TextFiles(options.paths, pattern=options.pattern, field=options.field)
-    part: float = options.held_out
-    if not 0 <= part < 1:
-        raise UserError(f"--held-out {part}; expected a fraction of at least 0 and less than 1.")
     if options.train_vocab_size is not None:
         _train(documents, options.tokenizer, vocab_size=options.train_vocab_size, end_token=options.end_token)
-    kinds = {"train": False, "held_out": True} if part else {"": False}
-    for name, wanted in kinds.items():
-        chosen = (text for text in documents if data.is_held_out(text, part) == wanted)
-        folder = Path(options.output, name)
+    for folder, wanted in folders.items():
+        chosen = (text for text in documents if data.is_held_out(text, options.held_out) == wanted)
         file = data.tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
         _report(folder, file)
 
 
-def _tokenize_chats(options: argparse.Namespace) -> None:
+def _tokenize_chats(options: argparse.Namespace, folders: Mapping[Path, bool]) -> None:
     tokenizer = read_chat_tokenizer(options.tokenizer, today=options.date)
     samples = data.open_samples(options.paths, key="paths")
     for number in range(min(options.show, len(samples))):
@@ -98,11 +115,22 @@ def _tokenize_chats(options: argparse.Namespace) -> None:
     if options.output is None:
         return
     longest = None if options.max_length is None else options.max_length - 1
-    file = data.tokenize_chats(
-        samples, options.output, tokenizer=tokenizer, max_length=longest, too_long=options.too_long
-    )
-    about = file.manifest.about
-    _report(options.output, file, dropped=about["dropped"], cut=about["cut"])
+    for folder, wanted in folders.items():
+        chosen = _conversations(samples, held_out=options.held_out, wanted=wanted)
+        file = data.tokenize_chats(chosen, folder, tokenizer=tokenizer, max_length=longest, too_long=options.too_long)
+        about = file.manifest.about
+        _report(folder, file, dropped=about["dropped"], cut=about["cut"])
+
+
+def _conversations(samples: "DataFiles", *, held_out: float, wanted: bool) -> Iterator[Any]:
+    """Yield the samples of one part. The messages decide, so duplicates are in the same part."""
+    for index, sample in enumerate(samples):
+        try:
+            conversation = read_conversation(sample)
+        except UserError as error:
+            raise UserError(f"{samples.place(index)}: {error}") from None
+        if data.is_held_out(conversation.to_json(), held_out) == wanted:
+            yield sample
 
 
 def _report(folder: Path, file: "TokenFile", **counts: JsonValue) -> None:

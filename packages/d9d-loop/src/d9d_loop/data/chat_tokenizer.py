@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_loop.data.chat_template import TRAINING_DATE, ChatTemplate, read_chat_template
 from d9d_loop.data.conversation import Conversation
-from d9d_loop.data.text_tokenizer import TextTokenizer, read_json, read_text_tokenizer
+from d9d_loop.data.text_tokenizer import TextTokenizer, listed_ids, read_json, read_text_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
+_TURNS = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 _GREEN, _DIM, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
@@ -141,6 +142,10 @@ class ChatTokenizer:
         rendered = self._render(message, 1, answer=True)
         return rendered, self.text_tokenizer.encode_rendered(rendered).ids
 
+    def end_of_turn(self) -> int:
+        """Return the token that ends an answer; raise `UserError` if the template does not end it with a token."""
+        return self(_TURNS).tokens[-1]
+
     def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False) -> str:
         template = self._template if conversation.tools is None else self._tool_template
         messages = conversation.messages[:num_messages]
@@ -239,8 +244,8 @@ def read_chat_tokenizer(
     tokenizer = read_text_tokenizer(path)
     options: dict[str, Any] = {"special_tokens": tokenizer.special_tokens, "today": today}
     template, tool_template = (read_chat_template(path, for_tools=each, **options) for each in (False, True))
-    ends = read_json(path / "generation_config.json").get("eos_token_id", [])
-    named = [tokenizer.token(number) for number in (ends if isinstance(ends, list) else [ends])]
+    ends = listed_ids(read_json(path / "generation_config.json").get("eos_token_id"))
+    named = map(tokenizer.token, ends)
     return ChatTokenizer(
         tokenizer, template, stop_tokens=[*stop_tokens, *filter(None, named)], tool_template=tool_template
     )

@@ -42,6 +42,10 @@ class Conversation:
     tools: list[Any] | None = None
     first_trained: int = field(default=0)
 
+    def to_json(self) -> str:
+        """Return the contents as JSON, to compare conversations."""
+        return json.dumps([self.messages, self.tools, self.first_trained], default=str)
+
 
 def read_conversation(sample: Mapping[str, Any]) -> Conversation:
     """Convert a sample to a conversation.

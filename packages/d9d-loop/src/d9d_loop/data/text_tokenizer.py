@@ -280,6 +280,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+def listed_ids(found: int | Sequence[int | None] | None) -> list[int]:
+    """Return the ids of an entry such as `eos_token_id`, which is one id, a list or null, without repetitions."""
+    ids = found if isinstance(found, Sequence) else [found]
+    return list(dict.fromkeys(each for each in ids if each is not None))
+
+
 def check_tokenizers() -> None:
     """Raise `ModuleNotFoundError` if `tokenizers` is not installed."""
     if find_spec("tokenizers") is None:

@@ -112,7 +112,8 @@ def tokenize_text(
     """Tokenize documents, write them to a token file, and open it. Requires `tokenizers`.
 
     The tokens are those of a pretraining job on the same texts: with the special tokens that the tokenizer adds, and
-    with `end_token` at the end of each document. `tokenizer` is a tokenizer, its `tokenizer.json`, or a model folder.
+    with `end_token` at the end of each document; jobs and the command skip empty texts. `tokenizer` is a tokenizer,
+    its `tokenizer.json`, or a model folder.
 
     Raises:
         UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.

@@ -27,6 +27,7 @@ from d9d_loop.data.token_file import (
     TokenFile,
     TokenManifest,
 )
+from d9d_loop.host_lock import host_lock
 
 _TYPE_CODES = {"uint16": "H", "uint32": "I"}
 
@@ -162,8 +163,8 @@ def cached_token_file(
     """Open the token file of some documents, and write it first if the cache does not contain it.
 
     The cache key is `name` with a digest of the documents and `vocab_size`. All ranks of a job may call this at once:
-    each rank writes a temporary folder, and the first rank to finish renames its folder into place. If tokenizing takes
-    too long, write a token file before the job starts with `python -m d9d_loop.data`.
+    one rank of each machine tokenizes, and the others wait. If tokenizing takes too long, write a token file before the
+    job starts with `python -m d9d_loop.data`.
 
     Documents are text or other data; documents without tokens are skipped. By default, each byte is a token. `name`
     identifies `tokenize` in the cache key, since a function has no digest.
@@ -186,13 +187,19 @@ def cached_token_file(
 
 
 def open_or_write(folder: Path, write: Callable[[], object]) -> TokenFile:
-    """Open a token file; call `write` first if there is no such folder. All ranks of a job may call this at once."""
+    """Open a token file; call `write` first if there is no such folder. All ranks of a job may call this at once.
+
+    One rank of each machine writes, and the others wait for it. Each writes a temporary folder, and the first one to
+    finish renames its folder into place.
+    """
     if not folder.exists():
-        try:
-            write()
-        except (OSError, ValueError):  # if the folder exists now, another rank has written it
+        with host_lock("tokens", str(folder.resolve())):
             if not folder.exists():
-                raise
+                try:
+                    write()
+                except (OSError, ValueError):  # if the folder exists now, another machine has written it
+                    if not folder.exists():
+                        raise
     return TokenFile(folder)
 
 

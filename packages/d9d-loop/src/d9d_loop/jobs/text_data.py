@@ -4,10 +4,8 @@ B: samples, L: padded length.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -130,24 +128,35 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     def tokenized(samples: Samples) -> TokenFile:
         digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
         for index in range(len(samples)):
-            text = json.dumps(asdict(read_conversation(samples[index])), default=str)
-            digest.update(hashlib.sha256(text.encode()).digest())
+            digest.update(hashlib.sha256(read_conversation(samples[index]).to_json().encode()).digest())
         folder = config.run.folder / "tokens" / f"chats-{digest.hexdigest()[:16]}"
         chats = (samples[index] for index in range(len(samples)))
         return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, **options))
 
     training, evaluation = _token_files(config, tokenizer, tokenized, check=read_conversation)
-    for file in (each for each in (training, evaluation) if each is not None):
-        if not file.has_masks:
-            raise UserError("job = sft: the token file has no loss masks. Write it with d9d-tokenize --chat.")
-        _note_cuts(file, data.length, note)
+    for key, file in (("dataset.files", training), ("dataset.evaluation_files", evaluation)):
+        if file is not None:
+            _check_chats(file, data.length, key=key)
+            _note_cuts(file, data.length, note)
     if tokenizer.prints_date:
         note(f"the chat template prints {data.date} as the date of today (dataset.date).")
     pad = padding_id(config, tokenizer.text_tokenizer)
     if data.packing:
         return PackedTexts(config, training, evaluation, pad=pad)
-    held_out = None if evaluation is None else _ChatRows(evaluation, data.length)
-    return dataset_of(_ChatRows(training, data.length), held_out, config, collate=partial(_pad, padding=pad))
+    held_out = None if evaluation is None else _ChatRows(evaluation)
+    return dataset_of(_ChatRows(training), held_out, config, collate=partial(_pad, padding=pad))
+
+
+def _check_chats(file: TokenFile, length: int, *, key: str) -> None:
+    """Raise `UserError` if a token file is not one of conversations of at most `length` tokens."""
+    if not file.has_masks:
+        raise UserError("job = sft: the token file has no loss masks. Write it with d9d-tokenize --chat.")
+    longest = max(stop - start for start, stop in map(file.bounds, range(len(file))))
+    if longest > length:
+        raise UserError(
+            f"{key} has a conversation of {longest} tokens; expected at most dataset.length = {length}. Increase the "
+            f"length, or write the token file with d9d-tokenize --max-length {length}."
+        )
 
 
 def _note_cuts(file: TokenFile, length: int, note: Note) -> None:
@@ -163,13 +172,7 @@ def _note_cuts(file: TokenFile, length: int, note: Note) -> None:
 class _ChatRows:
     """Conversations of a token file: `input_ids` [n], and `labels` [n] with -100 outside of the assistant's turns."""
 
-    def __init__(self, file: TokenFile, length: int) -> None:
-        longest = max(stop - start for start, stop in map(file.bounds, range(len(file))))
-        if longest > length:
-            raise UserError(
-                f"dataset.files has a conversation of {longest} tokens; expected at most dataset.length = {length}. "
-                "Increase the length, or write the token file with a smaller --max-length."
-            )
+    def __init__(self, file: TokenFile) -> None:
         self._file = file
 
     def __len__(self) -> int:
@@ -209,6 +212,12 @@ def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, Classes]:
 def text_windows(config: TextJobConfig, note: Note = _logger.info) -> DatasetProvider:
     """Return windows of equal length over all texts of a job, tokenized once into a cache in `run.folder`."""
     training, evaluation = _text_files(config, text_tokenizer(config), note)
+    for key, file in (("dataset.files", training), ("dataset.evaluation_files", evaluation)):
+        if file is not None and file.has_masks:
+            raise UserError(
+                f"job = pretrain: {key} has loss masks of conversations; expected a token file of texts. Set job = "
+                "sft, or dataset.packing = true, which uses the masks."
+            )
     length = config.dataset.length
     held_out = None if evaluation is None else TokenWindows(evaluation, length=length)
     return dataset_of(TokenWindows(training, length=length), held_out, config)
@@ -254,8 +263,8 @@ def _text_files(config: TextJobConfig, tokenizer: TextTokenizer, note: Note) -> 
         )
 
     def tokenized(samples: Samples) -> TokenFile:
-        def texts() -> Iterator[str]:
-            return (_text(samples[index], data.text_field) for index in range(len(samples)))
+        def texts() -> Iterator[str]:  # without empty texts, as d9d-tokenize writes them
+            return filter(None, (_text(samples[index], data.text_field) for index in range(len(samples))))
 
         digest = hashlib.sha256(f"{tokenizer.identity()} {end}".encode())
         for text in texts():
@@ -278,7 +287,7 @@ def _token_files(
 
     def tokens_of(paths: Sequence[Path], key: str) -> TokenFile:
         if _is_token_file(paths):
-            return _open_tokens(paths, tokenizer, key=key)
+            return _open_tokens(paths, tokenizer, data.end_token, key=key)
         return tokenized(open_checked(paths, check, key=key, text_field=data.text_field))
 
     if data.evaluation_files:
@@ -299,11 +308,20 @@ def _is_token_file(paths: Sequence[Path]) -> bool:
     return any((path / "manifest.json").is_file() for path in paths)
 
 
-def _open_tokens(paths: Sequence[Path], tokenizer: TextTokenizer | ChatTokenizer, *, key: str) -> TokenFile:
-    """Open a token file; raise `UserError` if its tokenizer is not that of the job."""
+def _open_tokens(
+    paths: Sequence[Path], tokenizer: TextTokenizer | ChatTokenizer, end_token: str | None, *, key: str
+) -> TokenFile:
+    """Open a token file; raise `UserError` if its tokenizer or its end token is not that of the job."""
     if len(paths) > 1:
         raise UserError(f"{key} names {len(paths)} token files or more; expected one. Write one token file.")
     file = TokenFile(paths[0])
+    written = file.manifest.about.get("end_token", end_token)
+    if end_token is not None and written != end_token:
+        raise UserError(
+            f"dataset.end_token = {end_token!r}, but {key}: {paths[0]} was written "
+            f"{'without an end token' if written is None else f'with --end-token {written!r}'}; expected the same one. "
+            "Remove dataset.end_token, or write the token file again."
+        )
     kind = "chat_identity" if isinstance(tokenizer, ChatTokenizer) else "tokenizer_identity"
     if file.manifest.about.get(kind, tokenizer.identity()) != tokenizer.identity():
         raise UserError(

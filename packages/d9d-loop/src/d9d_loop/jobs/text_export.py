@@ -1,4 +1,4 @@
-"""Tokenizer files of a job's export, from which `AutoTokenizer` reads the tokenizer of the job."""
+"""Tokenizer files of a job's export, from which `AutoTokenizer` reads the tokenizer of the job, and special ids."""
 
 import shutil
 from pathlib import Path
@@ -6,17 +6,20 @@ from pathlib import Path
 from d9d_loop.data.text_tokenizer import TEMPLATE_FOLDER, TOKENIZER_FILES, read_text_tokenizer
 from d9d_loop.events import Finished
 from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.special_ids import write_special_ids
 from d9d_loop.jobs.text_data import text_tokenizer
 
 
 def write_tokenizer(config: TextJobConfig, done: Finished) -> None:
-    """Write the tokenizer of a job to `export/` and `adapters/` of its run, where they exist.
+    """Write the tokenizer of a job to `export/` and `adapters/` of its run, where they exist, and its special ids.
 
     The files are those of one folder: files of another tokenizer, which the base model had, are removed.
     """
     for folder in (done.result.run_dir / name for name in ("export", "adapters")):
         if done.ctx.is_main_process and folder.is_dir():
             _write(config, folder)
+            if config.job in ("sft", "pretrain"):
+                write_special_ids(config, folder)
 
 
 def _write(config: TextJobConfig, folder: Path) -> None:

@@ -6,24 +6,22 @@ import torch
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data.conversation import Conversation
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import EvaluationDone, ModelReady
 from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.special_ids import end_ids
 from d9d_loop.jobs.text_data import chat_tokenizer, text_tokenizer
 from d9d_metrics import Text
 
 _NUM_TOKENS = 64
-_TURNS = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
 
 @final
 class TextSamples:
     """Event handler that continues the `prompts` of a job, or answers them in a chat, by greedy decoding of 64 tokens.
 
-    At each evaluation, all ranks run the same forward passes, without a key/value cache. The text
-    ends with the first stop token: the end token of the tokenizer or the texts, or the token that ends a turn of the
-    chat template. If `dataset.length` is reached, decoding stops early.
+    At each evaluation, all ranks run the same forward passes, without a key/value cache. The text ends with the first
+    stop token; see `end_ids`. If `dataset.length` is reached, decoding stops early.
 
     Raises:
         UserError: If a prompt has no token, or is not shorter than `dataset.length`.
@@ -33,8 +31,7 @@ class TextSamples:
         self._tokenizer, self._length = text_tokenizer(config), config.dataset.length
         self._texts, self._ids = dict[str, str](), dict[str, list[int]]()
         chats = chat_tokenizer(config) if config.job == "sft" else None
-        ends = [self._tokenizer.end_id, config.dataset.end_token and self._tokenizer.token_id(config.dataset.end_token)]
-        self._stops = {*ends, chats and chats(_TURNS).tokens[-1]}
+        self._stops = set(end_ids(config))
         for prompt in config.prompts:
             if chats is None:
                 self._texts[prompt], self._ids[prompt] = prompt, self._tokenizer.encode_prompt(prompt)

@@ -5,16 +5,11 @@ host build one after another, digest each tensor, and keep the structure on `met
 are distributed. A host never holds more than one whole copy of the model.
 """
 
-import fcntl
 import os
 import random
 import sys
-import tempfile
-import zlib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -34,6 +29,7 @@ from d9d_dist import (
     written_tensors,
 )
 from d9d_dist.consensus import name_ranks
+from d9d_loop.host_lock import host_lock
 from d9d_loop.isolation import isolated_random
 from d9d_loop.model._skipped_draws import RefusedReads, SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
@@ -75,7 +71,7 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
         module, values = build_with_values(provider, stage, seed=seed)
         tensors = _on_meta(module)
         return BuiltModel(module, tensors, frozenset(tensors.keys() - values.keys()), {})
-    with _one_rank_per_host():
+    with host_lock("build", f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"):
         module, digests = _build_and_digest(provider, stage, seed=seed)
         move_to_meta(module)
     tensors = _on_meta(module)
@@ -208,20 +204,3 @@ def _on_meta(module: nn.Module) -> dict[str, Tensor]:
         canonical_name(name): torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
         for name, tensor in tensors
     }
-
-
-@contextmanager
-def _one_rank_per_host() -> Generator[None]:
-    """Hold a file lock, so that the ranks of a job build one after another on this host.
-
-    The launcher's address and port select one of 256 lock files, which are never deleted, because deletion would be
-    a race. Two jobs that share a file only wait for each other.
-    """
-    job = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}-{zlib.crc32(job.encode()) % 256}.lock"
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

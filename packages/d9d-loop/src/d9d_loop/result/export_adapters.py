@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     save_merged(source, partial)
     copy_tokenizer(tokenizer_folder(folder, source), partial)
+    if (folder / "generation_config.json").is_file():
+        shutil.copy(folder / "generation_config.json", partial)
     partial.replace(output)
     print(f"d9d: wrote {output}: merged {source}.")
 

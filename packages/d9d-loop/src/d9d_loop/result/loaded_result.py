@@ -11,7 +11,7 @@ import torch
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template
-from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, TextTokenizer, read_text_tokenizer
+from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, TextTokenizer, listed_ids, read_text_tokenizer
 from d9d_loop.result.adapted_base import (
     ADAPTER_CONFIG,
     AdaptedBase,
@@ -77,8 +77,8 @@ def load_result(
     own = tokenizer_folder(folder, adapted)
     text_tokenizer, chat, stops = _read_tokenizer(own, vocab_size=config.get_text_config().vocab_size)
     model.to(device).eval()
-    ends = model.generation_config.eos_token_id
-    stops += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    stops += listed_ids(model.generation_config.eos_token_id)
+    stops += listed_ids(read_json(own / "generation_config.json").get("eos_token_id"))
     max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return LoadedResult(folder, model, text_tokenizer, chat, tuple(dict.fromkeys(stops)), max_context, adapted)
 
@@ -145,7 +145,7 @@ def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Ch
         chat = read_chat_template(folder, special_tokens=tokenizer.special_tokens, today=date.today())
     except UserError:  # no template
         chat = None
-    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    ends = listed_ids(tokenizer.eos_id)
     return tokenizer, chat, ends if chat is None else [*ends, *_turn_end(tokenizer, chat)]
 
 

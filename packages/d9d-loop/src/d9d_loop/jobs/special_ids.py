@@ -1,0 +1,81 @@
+"""Special tokens of a job: those that end what its model writes, and their ids in the export."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from d9d_dist import UserError
+from d9d_loop.data.text_tokenizer import TextTokenizer, listed_ids, read_json, read_text_tokenizer
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_data import chat_tokenizer, text_tokenizer
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+
+
+def end_ids(config: TextJobConfig) -> list[int]:
+    """Return the ids of the tokens that end an answer or a text of the job's model.
+
+    They are those of the model, the token that ends each turn or text in training, and that of the tokenizer.
+    """
+    folder, tokenizer = config.model.folder, text_tokenizer(config)
+    known = [] if folder is None or _is_foreign(folder, tokenizer) else _end_ids_of(folder)
+    known = listed_ids(config.model.entries.get("eos_token_id")) or known
+    end = config.dataset.end_token
+    of_text = None if end is None else tokenizer.token_id(end)
+    trained = chat_tokenizer(config).end_of_turn() if config.job == "sft" else of_text
+    return listed_ids([*known, trained, tokenizer.end_id])
+
+
+def write_special_ids(config: TextJobConfig, folder: Path) -> None:
+    """Write the special ids of a language model into a folder with its `config.json`, so that `generate` ends there.
+
+    `generation_config.json` lists all end tokens. If `model.tokenizer` is set, its special ids replace those of the
+    base model. Ids that the configuration of the job sets are kept.
+    """
+    model, ends = read_json(folder / _CONFIG), end_ids(config)
+    kept = config.model.entries
+    changed: dict[str, Any] = {
+        name: number for name, number in _changes(config, model, ends).items() if name not in kept
+    }
+    if changed:
+        _write(folder / _CONFIG, model | changed)
+    generation = read_json(folder / _GENERATION)
+    if "eos_token_id" not in kept and set(_end_ids_of(folder)) != set(ends):
+        changed["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        names = ("bos_token_id", "pad_token_id")
+        generation = generation or {name: model[name] for name in names if model.get(name) is not None}
+    if changed and generation:
+        _write(folder / _GENERATION, generation | changed)
+
+
+def _changes(config: TextJobConfig, model: Mapping[str, Any], ends: Sequence[int]) -> dict[str, int | None]:
+    """Return the special ids of the job that differ from those of the model's configuration."""
+    base, tokenizer, known = config.model.folder, text_tokenizer(config), listed_ids(model.get("eos_token_id"))
+    found: dict[str, int | None] = {}
+    if base is not None and config.model.tokenizer is not None:
+        found = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        found |= {} if tokenizer.end_id in known else {"eos_token_id": tokenizer.end_id}
+        if not _is_foreign(base, tokenizer):
+            found = {name: number for name, number in found.items() if number is not None}
+    elif not known and ends:
+        found["eos_token_id"] = ends[0]
+    return {name: number for name, number in found.items() if model.get(name) != number}
+
+
+def _is_foreign(folder: Path, tokenizer: TextTokenizer) -> bool:
+    """Return True if the tokenizer of the model in a folder has other tokens."""
+    try:
+        return read_text_tokenizer(folder).identity() != tokenizer.identity()
+    except UserError:  # the folder has no tokenizer
+        return False
+
+
+def _end_ids_of(folder: Path) -> list[int]:
+    """Return the end tokens of a model folder, as `generate` of `transformers` reads them."""
+    file = _GENERATION if (folder / _GENERATION).is_file() else _CONFIG
+    return listed_ids(read_json(folder / file).get("eos_token_id"))
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
