@@ -1,5 +1,7 @@
 """Special tokens in the exports of language models: `generate` ends where training data end."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,29 @@ def test_an_export_ends_where_the_training_data_end(case: str, packing: bool, ba
         assert loaded.generation_config.temperature == 0.6
 
 
+def test_a_base_that_names_only_its_end_token_gets_the_end_of_turns(base: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(base, tmp_path / "model", ignore=shutil.ignore_patterns("generation_config.json"))
+    config = json.loads((model / "config.json").read_text())
+    del config["bos_token_id"], config["pad_token_id"]
+    (model / "config.json").write_text(json.dumps(config))
+    file = write_lines(tmp_path / "rows.jsonl", [{"prompt": "q", "completion": "answer"}] * 8)
+    run = train(job_config("sft", {"folder": model}, file, tmp_path))
+    assert transformers.GenerationConfig.from_pretrained(run / "export").eos_token_id == [2, 259]
+
+
 def test_a_chat_ends_with_the_turn_of_its_template(base: Path) -> None:
     """In any folder, also if `generation_config.json` does not list this token."""
     assert load_result(base, device=torch.device("cpu")).stop_tokens == (2, 259)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_finished_job_is_continued_with_the_same_end_tokens(has_own: bool, base: Path, tmp_path: Path) -> None:
+    """The base has no generation_config.json, so that only the first export wrote one."""
+    model = shutil.copytree(base, tmp_path / "model", ignore=shutil.ignore_patterns("generation_config.json"))
+    file = write_lines(tmp_path / "rows.jsonl", [{"prompt": "q", "completion": "answer"}] * 8)
+    named = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|doc|>"}
+    own = {"tokenizer": _save_tokenizer(tmp_path / "own", _with_turns(), **named)} if has_own else {}
+    for steps in (1, 2):
+        run = train(job_config("sft", {"folder": model, **own}, file, tmp_path, steps=steps))
+        found = transformers.GenerationConfig.from_pretrained(run / "export")
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (0, [2, 259], 262 if has_own else 1)

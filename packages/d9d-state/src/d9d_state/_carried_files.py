@@ -24,7 +24,9 @@ _SUFFIXES = {".bpe", ".jinja", ".json", ".jsonl", ".md", ".model", ".tiktoken", 
 _NAMES_WITHOUT_SUFFIX = re.compile(r"(LICEN[CS]E|NOTICE).*", re.IGNORECASE)
 # Hidden files, and files that describe the weight files or the run that wrote them.
 _NOT_CARRIED = re.compile(r".*\.index\.json|adapter_config\.json|trainer_state\.json|\..*")
-_TOKENIZER = re.compile(r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|spiece|.*\.model|tekken).*")
+_TOKENIZER = re.compile(
+    r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|spiece|.*\.model|tekken).*|generation_config\.json"
+)
 # Config entries that refer to files that are not copied: source code, and scales of quantized weights.
 _DROPPED_CONFIG_KEYS = ("auto_map", "quantization_config")
 
@@ -56,7 +58,10 @@ def add_carried_files(
 
 
 def earlier_tokenizer(export: Path) -> dict[str, bytes]:
-    """Return the tokenizer files of an earlier export, which a new export keeps unless it has its own."""
+    """Return the files of an earlier export for text: its tokenizer, and `generation_config.json` with its end tokens.
+
+    A new export keeps them unless it has its own.
+    """
     if not export.is_dir():
         return {}
     found = (path for path in sorted(export.iterdir()) if _TOKENIZER.fullmatch(path.name) and _is_carried(path))

@@ -41,11 +41,12 @@ def write_special_ids(config: TextJobConfig, folder: Path) -> None:
     if changed:
         _write(folder / _CONFIG, model | changed)
     generation = read_json(folder / _GENERATION)
-    if "eos_token_id" not in kept and set(_end_ids_of(folder)) != set(ends):
+    if "eos_token_id" not in kept and ends:
         changed["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-        names = ("bos_token_id", "pad_token_id")
-        generation = generation or {name: model[name] for name in names if model.get(name) is not None}
-    if changed and generation:
+        if not generation and set(_end_ids_of(folder)) != set(ends):
+            names = ("bos_token_id", "pad_token_id", "eos_token_id")
+            generation = {name: model.get(name) for name in names}
+    if generation and generation | changed != generation:
         _write(folder / _GENERATION, generation | changed)
 
 
