@@ -42,7 +42,7 @@ def write_special_ids(config: TextJobConfig, folder: Path) -> None:
         _write(folder / _CONFIG, model | changed)
     generation = read_json(folder / _GENERATION)
     if "eos_token_id" not in kept and ends:
-        changed["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        changed["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
         if not generation and set(_end_ids_of(folder)) != set(ends):
             names = ("bos_token_id", "pad_token_id", "eos_token_id")
             generation = {name: model.get(name) for name in names}
