@@ -357,6 +357,15 @@ def test_optimizer_and_lr_schedule_may_be_custom_functions(tmp_path: Path) -> No
     assert not torch.equal(weights["down.weight"], start["down.weight"])
 
 
+def test_a_function_that_builds_no_optimizer_is_an_error(tmp_path: Path) -> None:
+    built: Any = lambda _model: None  # noqa: E731 - a return is missing
+    trainer = Trainer(_config(tmp_path), model=lambda stage: _Net(), data=_data(), task=_Regression(), optimizer=built)
+    with pytest.raises(
+        UserError, match=r"builds the optimizer returned a NoneType; expected a torch\.optim\.Optimizer"
+    ):
+        trainer.train()
+
+
 def test_samples_may_be_collated_by_a_custom_function(tmp_path: Path) -> None:
     def collate(samples: Samples) -> Batch:
         return {name: torch.stack([sample[name] for sample in samples]) * 0 for name in ("x", "y")}

@@ -13,6 +13,7 @@ from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.engine.model_build import build_pipeline
+from d9d_loop.engine.optimizer_fit import check_optimizer
 from d9d_loop.event_bus import Events
 from d9d_loop.model.model_check import check_trained_dtypes, describe_modes
 from d9d_loop.model.model_plan import plan_model
@@ -75,7 +76,7 @@ def opened_engine(
         pipeline = build_pipeline(plan, ctx, progress=config.progress)
         pipeline.set_gradients(config.gradients)
         seed_everything(config.seed, ctx)
-        built = optimizer(pipeline.model)
+        built = check_optimizer(optimizer(pipeline.model))
         pipeline.shared.copy_values()
         average = average_of(pipeline.model, built, config.average)
         guard, events = StepGuard(built, config=config.bad_steps, ctx=ctx), Events(seed=config.seed)

@@ -11,6 +11,16 @@ from torch.optim import Optimizer
 from d9d_dist import UserError
 
 
+def check_optimizer(built: object) -> Optimizer:
+    """Return what an optimizer provider has built. Raise `UserError` if it is no optimizer."""
+    if not isinstance(built, Optimizer):
+        raise UserError(
+            f"the function that builds the optimizer returned a {type(built).__name__}; expected a "
+            "torch.optim.Optimizer of the model's parameters."
+        )
+    return built
+
+
 def check_state_fits(optimizer: Optimizer, before: str) -> None:
     """Raise `UserError` if a step of an optimizer needs a value that the state of another class does not have.
 

@@ -314,6 +314,8 @@ def _checked(loss: object) -> Loss:
             raise UserError(
                 f"Loss.{name} has shape {tuple(value.shape)}; expected a 0-dim tensor: the sum over the microbatch."
             )
+        if isinstance(value, Tensor) and value.is_complex():
+            raise UserError(f"Loss.{name} is complex; expected a real number, such as that of .abs() or .real.")
     return loss
 
 

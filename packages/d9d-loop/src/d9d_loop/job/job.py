@@ -14,6 +14,7 @@ from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.job_state import JobState, Record
 from d9d_loop.engine.model_build import build_pipeline
+from d9d_loop.engine.optimizer_fit import check_optimizer
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ModelReady, OptimizerReady
@@ -80,7 +81,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     if config.compile is not None:
         compile_stages(pipeline.stages.values(), config.compile)
     seed_everything(config.seed, ctx)
-    optimizer = plan.optimizer(pipeline.model)
+    optimizer = check_optimizer(plan.optimizer(pipeline.model))
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
     average = average_of(pipeline.model, optimizer, config.average)
     loader = _build_loader(plan, ctx)

@@ -1,6 +1,7 @@
 """Checks of a job's configuration, data and folders, before a process group starts."""
 
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 
 from torch import nn
@@ -106,7 +107,9 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module, config: TrainerC
 
 
 def check_learning_rates(schedule: LrSchedule, steps: int) -> None:
-    """Raise `UserError` if the learning rate is 0 in every step."""
+    """Raise `UserError` if the learning rate is no number in the first step, or 0 in every step."""
+    if not isinstance(first := schedule(0), Real):
+        raise UserError(f"the learning-rate schedule returned a {type(first).__name__}; expected a float.")
     if not any(schedule(step) for step in range(steps)):
         raise UserError(
             f"the learning-rate schedule is 0 in each of the {steps} steps; expected a positive rate. Change "

@@ -3,10 +3,13 @@
 FSDP and DTensor take as long to import as torch, so they are imported when a Trainer is constructed.
 """
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from d9d_dist import Launch, MeshConfig, UserError, read_launch
@@ -69,6 +72,11 @@ class Trainer:
     ) -> None:
         _check_types(config, task)
         _check_functions(collate=collate, optimizer=optimizer, lr_schedule=lr_schedule)
+        if not isinstance(pipeline_schedule, Schedule | None):
+            raise UserError(
+                f"got {pipeline_schedule!r} as pipeline_schedule; expected a schedule of d9d_pipeline, such as "
+                "Interleaved1F1B(2). A name is a value of the configuration: pipeline.schedule."
+            )
         self.events = Events(seed=config.seed)
         self._config = config
         from d9d_loop.job.plan import plan_job  # noqa: PLC0415 - imports FSDP and DTensor
@@ -146,11 +154,32 @@ def _check_functions(**functions: object) -> None:
     """Raise `UserError` for an argument that is an object, such as an optimizer, and no function."""
     arguments = {"collate": "a list of samples", "optimizer": "the model", "lr_schedule": "the step"}
     for name, function in functions.items():
-        if function is not None and not callable(function):
+        if function is None:
+            continue
+        if not callable(function):
             raise UserError(
                 f"got a {type(function).__name__} as {name}; expected a function of {arguments[name]}. Pass "
                 f"{name}=lambda ...: ..., or omit it."
             )
+        if isinstance(function, type) and issubclass(function, Optimizer):
+            raise UserError(
+                f"got the class {function.__name__} as optimizer; expected a function of the model. Pass "
+                f"optimizer=lambda model: {function.__name__}(model.parameters(), ...)."
+            )
+        if not _takes_one(function):
+            raise UserError(
+                f"got a function as {name} that does not take one argument; expected a function of {arguments[name]}."
+            )
+
+
+def _takes_one(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
 
 
 def _data_provider(
