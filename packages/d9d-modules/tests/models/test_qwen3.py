@@ -109,7 +109,6 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
         ({"model_type": "llama"}, r"config\.json has model_type = 'llama'; only 'qwen3' is supported"),
         ({"hidden_act": "gelu"}, r"config\.json has hidden_act = 'gelu'; only 'silu' is supported"),
         ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
-        ({"use_sliding_window": True, "max_window_layers": 2}, r"config\.json has no 'sliding_window'"),
         (
             {"use_sliding_window": True, "layer_types": ["full_attention"]},
             r"layer_types = .*; expected a list of num_hidden_layers = 3 items",
@@ -129,6 +128,15 @@ def test_layers_from_max_window_layers_on_have_a_window() -> None:
     params = QWEN3.read({**written, "max_window_layers": 2})
     assert (params.sliding_window, params.sliding_layers) == (7, (2,))
     assert QWEN3.read(written) == _params()
+
+
+def test_a_missing_window_is_that_of_the_reference_and_null_is_none() -> None:
+    from transformers import Qwen3Config
+
+    written: dict[str, Any] = {**QWEN3.write(_params()), "use_sliding_window": True, "max_window_layers": 2}
+    assert QWEN3.read(written).sliding_window is None
+    del written["sliding_window"]
+    assert QWEN3.read(written).sliding_window == Qwen3Config(**written).sliding_window == 4096
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, SLIDING, {"rope_scaling": YARN}])

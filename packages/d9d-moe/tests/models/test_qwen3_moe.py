@@ -315,7 +315,6 @@ def test_sparse_step_selects_dense_layers() -> None:
     [
         ({"model_type": "qwen3"}, r"config\.json has model_type = 'qwen3'; only 'qwen3_moe' is supported"),
         ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
-        ({"use_sliding_window": True}, r"config\.json has no 'sliding_window'"),
         ({"num_experts": None}, r"config\.json has no 'num_experts'"),
         ({"mlp_only_layers": "0"}, r"config\.json has mlp_only_layers = '0'; expected a list of layer indices"),
         ({"mlp_only_layers": [3]}, r"config\.json has mlp_only_layers = \[3\]; expected .* from 0 to 2"),
@@ -331,3 +330,12 @@ def test_sparse_step_selects_dense_layers() -> None:
 def test_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         QWEN3_MOE.read({**QWEN3_MOE.write(_params()), **changes})
+
+
+def test_a_missing_window_is_that_of_the_reference_and_null_is_none() -> None:
+    from transformers import Qwen3MoeConfig
+
+    written: dict[str, Any] = {**QWEN3_MOE.write(_params()), "use_sliding_window": True}
+    assert QWEN3_MOE.read(written).sliding_window is None
+    del written["sliding_window"]
+    assert QWEN3_MOE.read(written).sliding_window == Qwen3MoeConfig(**written).sliding_window == 4096

@@ -108,9 +108,11 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module, config: TrainerC
 
 def check_learning_rates(schedule: LrSchedule, steps: int) -> None:
     """Raise `UserError` if the learning rate is no number in the first step, or 0 in every step."""
-    if not isinstance(first := schedule(0), Real):
+    factors = map(schedule, range(steps))
+    first = next(factors)
+    if not isinstance(first, Real):
         raise UserError(f"the learning-rate schedule returned a {type(first).__name__}; expected a float.")
-    if not any(schedule(step) for step in range(steps)):
+    if not first and not any(factors):
         raise UserError(
             f"the learning-rate schedule is 0 in each of the {steps} steps; expected a positive rate. Change "
             "lr_schedule, or the function that is passed as lr_schedule."
