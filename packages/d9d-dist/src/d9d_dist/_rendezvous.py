@@ -7,9 +7,7 @@ ranks.
 import os
 import socket
 import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +19,7 @@ from d9d_dist.errors import AddressInUseError, StartupTimeoutError, UserError, s
 from d9d_dist.failures import leave_store
 from d9d_dist.launch import Launch
 from d9d_dist.peers import hosts_of, publish_self
+from d9d_dist.slow_report import reported_if_slow
 
 _REPORT_AFTER = timedelta(seconds=15)
 _ALL = "all"
@@ -99,17 +98,10 @@ def _wait_and_report(store: dist.Store, launch: Launch, timeout: timedelta) -> N
     store.wait([_START], timeout - _REPORT_AFTER)
 
 
-@contextmanager
-def _reported(what: str) -> Generator[None]:
+def _reported(what: str) -> AbstractContextManager[None]:
     """Print `what` on standard error if the body takes longer than 15 s."""
-    message = f"d9d: {what}, for {_REPORT_AFTER.total_seconds():g} s. Check whether that process was started."
-    timer = threading.Timer(_REPORT_AFTER.total_seconds(), lambda: print(message, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    seconds = _REPORT_AFTER.total_seconds()
+    return reported_if_slow(f"{what}, for {seconds:g} s. Check whether that process was started.", seconds=seconds)
 
 
 def hosts_store(launch: Launch) -> bool:

@@ -5,6 +5,7 @@ from threading import Event
 
 import pytest
 
+from d9d_dist import slow_report
 from d9d_loop.data import in_fork as module
 from d9d_loop.data.in_fork import in_fork, read_apart
 
@@ -13,12 +14,12 @@ def test_a_read_that_takes_long_is_named_and_not_stopped(monkeypatch: pytest.Mon
     lines: list[str] = []
     printed = Event()
 
-    def show(text: str, *, flush: bool) -> None:
+    def show(text: str, **_: object) -> None:
         lines.append(text)
         printed.set()
 
     monkeypatch.setattr(module, "_SECONDS", 0.0)
-    monkeypatch.setattr(module, "print", show, raising=False)
+    monkeypatch.setattr(slow_report, "print", show, raising=False)
     assert read_apart(lambda: printed.wait(60), num_workers=0, what="the training data") is True
     assert lines == ["d9d: rank 0 has been reading the training data for 0 s, and waits for it."]
 

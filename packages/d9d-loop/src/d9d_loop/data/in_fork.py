@@ -6,15 +6,15 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
-from threading import Timer
 from typing import TYPE_CHECKING
 
 import torch
 
 from d9d_dist import read_launch
+from d9d_dist.slow_report import reported_if_slow
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -32,24 +32,12 @@ def read_apart(read: "Callable[[], JsonValue]", *, num_workers: int, what: str) 
     each other's samples; other workers could not receive it. So with workers, `read` runs in a forked process. If it
     takes long, a line names `what` is read; nothing is stopped.
     """
-    with _named_if_slow(what):
+    text = f"rank {read_launch().rank} has been reading {what} for {_SECONDS:g} s, and waits for it."
+    with reported_if_slow(text, seconds=_SECONDS):
         if num_workers:
             with suppress(EOFError):
                 return json.loads(in_fork(lambda: json.dumps(read())))
         return read()
-
-
-@contextmanager
-def _named_if_slow(what: str) -> Generator[None]:
-    """Print a line if the body takes longer than `_SECONDS`."""
-    text = f"d9d: rank {read_launch().rank} has been reading {what} for {_SECONDS:g} s, and waits for it."
-    timer = Timer(_SECONDS, print, [text], {"flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def in_fork(function: Callable[[], str], *, seconds: float | None = None) -> str:

@@ -70,5 +70,5 @@ class _Others(Sequence[int]):
         return position + bisect_right(self._others_before, position)
 
     def contents_digest(self) -> JsonValue:
-        """Return the number of indices, and the digest of those that are left out."""
+        """Return the length, and a digest of the held-out indices."""
         return [self._length, digest_of(torch.as_tensor(self._chosen))]
