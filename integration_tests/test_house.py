@@ -389,3 +389,12 @@ def test_imports_are_light() -> None:
     """A package imports nothing heavy; configurations, the Trainer and base classes no DTensor; models no compiler."""
     run = subprocess.run([sys.executable, "-c", _IMPORT_ALL], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == ["[]"] * 4
+
+
+def test_the_ci_finds_both_commands_of_the_readme() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (search,) = re.findall(r"^commands=.*$", script, re.MULTILINE)
+    found = subprocess.run(
+        ["bash", "-c", f'{search}; echo "$commands"'], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert [line.partition(" && ")[0] for line in found.stdout.splitlines()] == ["pip install uv"] * 2
