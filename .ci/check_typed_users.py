@@ -20,7 +20,7 @@ EXAMPLES = ("examples/quickstart.py", "examples/pretrain.py", "examples/finetune
 
 def script(page: Path) -> str:
     """Return the Python blocks of a page as one file, a titled block instead of an earlier one of its name."""
-    return "\n".join(block.code for block in blocks(page.read_text(encoding="utf-8")) if block.runs)
+    return "\n".join(block.code for block in blocks(page.read_text(encoding="utf-8")) if block.runs and block.is_python)
 
 
 def check(name: str, *command: str) -> bool:
