@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import d9d_dist.context_parallel.all_to_all
 import d9d_dist.context_parallel.ring
-import d9d_dist.tensor_styles
+import d9d_dist.tensor_parallel.styles
 import d9d_modules.attention
 import d9d_modules.attention_backends.sdpa
 import d9d_modules.chunked_cross_entropy
@@ -314,12 +314,12 @@ def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContex
 
 @caught_by("llama3,tp=2,head=tied", is_nightly=True)
 def only_the_head_adds_a_gradient_to_a_tied_weight() -> AbstractContextManager[object]:
-    real = d9d_dist.tensor_styles.embed_vocab_shard
+    real = d9d_dist.tensor_parallel.styles.embed_vocab_shard
 
     def detached(ids: Tensor, num_rows: int, mesh: DeviceMesh, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         return real(ids, num_rows, mesh, lookup).detach().requires_grad_()
 
-    return mock.patch.object(d9d_dist.tensor_styles, "embed_vocab_shard", detached)
+    return mock.patch.object(d9d_dist.tensor_parallel.styles, "embed_vocab_shard", detached)
 
 
 # --- losses without logits

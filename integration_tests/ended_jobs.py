@@ -15,7 +15,7 @@ from typing import final
 
 from safetensors import safe_open
 
-from d9d_dist.peers import process_state
+from d9d_dist.failures.peers import process_state
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 180.0  # timeout of a job

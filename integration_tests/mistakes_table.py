@@ -21,15 +21,13 @@ _JOB, _ENGINE = "packages/d9d-loop/tests/job", "packages/d9d-loop/tests/engine"
 _HERE = "integration_tests/test_mistakes.py"
 _DIGEST = f"{_JOB}/test_code_digest.py::test_a_job_names_what_differs_between_its_ranks"
 _CONTENTS = "packages/d9d-loop/tests/data/test_contents.py::test_data_that_differ_between_ranks_are_an_error"
-_MEETING = "packages/d9d-dist/tests/test__rendezvous.py"
+_MEETING = "packages/d9d-dist/tests/groups/test__rendezvous.py"
 _EVERY = f"{_JOB}/test_rehearsal.py::test_an_interval_of_evaluations_needs_evaluation_data"
 _REHEARSAL, _CALLS = f"{_JOB}/test_rehearsal.py", f"{_ENGINE}/test_wrong_calls.py"
 _DAMAGED = f"{_JOB}/test_trainer_resume.py::test_a_damaged_checkpoint_is_skipped_and_moved_aside"
 _HUNG = "packages/d9d-loop/tests/resilience/test_hang_watchdog.py::test_the_report_names_a_rank_in_an_endless_loop_with_its_line"
 _FEWER = f"{_JOB}/test_trainer.py::test_a_model_must_use_the_tensor_parallel_axis"
-_VALUES = (
-    "packages/d9d-dist/tests/test_data_parallel.py::test_values_that_differ_between_ranks_are_an_error_on_all_of_them"
-)
+_VALUES = "packages/d9d-dist/tests/data_parallel/test_parallelize.py::test_values_that_differ_between_ranks_are_an_error_on_all_of_them"
 _WORDS = "packages/d9d-loop/tests/config/test__config_errors.py::test_names_of_other_trainers_suggest_our_key"
 
 ROWS = [

@@ -18,17 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import d9d_dist._fill_by_index
-import d9d_dist._gradient_buckets
-import d9d_dist._local_parameters
 import d9d_dist.context_parallel.all_gather
 import d9d_dist.context_parallel.all_to_all
 import d9d_dist.context_parallel.ring
 import d9d_dist.context_parallel.split
-import d9d_dist.data_parallel
-import d9d_dist.gradient_norm
-import d9d_dist.tensor_styles
-import d9d_dist.vocab_parallel
+import d9d_dist.data_parallel.parallelize
+import d9d_dist.gradients._gradient_buckets
+import d9d_dist.gradients._local_parameters
+import d9d_dist.gradients.gradient_norm
+import d9d_dist.tensor_parallel.styles
+import d9d_dist.tensor_parallel.vocab
+import d9d_dist.values._fill_by_index
 import d9d_loop.engine.model_build
 import d9d_loop.engine.step_totals
 import d9d_modules.chunked_cross_entropy
@@ -130,7 +130,7 @@ def sharded_gradients_are_averaged() -> AbstractContextManager[object]:
 def _hybrid_over(change: Callable[[DeviceMesh, str], DeviceMesh]) -> Generator[None]:
     """Apply hybrid sharding over fewer axes than given; the Trainer's own check would refuse it."""
     with (
-        mock.patch.object(d9d_dist.data_parallel, "_replicate_and_shard", change),
+        mock.patch.object(d9d_dist.data_parallel.parallelize, "_replicate_and_shard", change),
         mock.patch.object(d9d_loop.engine.model_build, "check_parallelized"),
     ):
         yield
@@ -143,13 +143,13 @@ def hybrid_sharding_does_not_reduce_over_replicas() -> AbstractContextManager[ob
 
 @caught_by("dense,dp_shard=2,cp_replicate=2", is_nightly=True)
 def hybrid_sharding_forgets_the_axis_after_the_shards() -> AbstractContextManager[object]:
-    real = d9d_dist.data_parallel._replicate_and_shard
+    real = d9d_dist.data_parallel.parallelize._replicate_and_shard
     return _hybrid_over(lambda mesh, axis: real(mesh["dp_replicate", axis], axis))
 
 
 @caught_by("plain,dp_replicate=2")
 def replicas_are_not_reduced() -> AbstractContextManager[object]:
-    return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=lambda *args, **kwargs: _Done())
+    return collectives_replaced(d9d_dist.gradients._gradient_buckets, all_reduce=lambda *args, **kwargs: _Done())
 
 
 @caught_by("plain,dp_replicate=2", is_nightly=True)
@@ -158,7 +158,7 @@ def replicas_are_reduced_twice() -> AbstractContextManager[object]:
         dist.all_reduce(tensor, group=kwargs["group"])
         return dist.all_reduce(tensor, **kwargs)
 
-    return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=twice)
+    return collectives_replaced(d9d_dist.gradients._gradient_buckets, all_reduce=twice)
 
 
 @caught_by("plain,dp_replicate=2", is_nightly=True)
@@ -166,18 +166,18 @@ def replicas_are_averaged() -> AbstractContextManager[object]:
     def mean(tensor: Tensor, **kwargs: Any) -> Any:
         return dist.all_reduce(tensor.div_(dist.get_world_size(kwargs["group"])), **kwargs)
 
-    return collectives_replaced(d9d_dist._gradient_buckets, all_reduce=mean)
+    return collectives_replaced(d9d_dist.gradients._gradient_buckets, all_reduce=mean)
 
 
 @caught_by("plain,dp_replicate=2,cp_replicate=2", is_nightly=True)
 def replicas_that_split_a_sequence_are_not_reduced() -> AbstractContextManager[object]:
-    real = d9d_dist._local_parameters.LocalParameters.gradient_placements
+    real = d9d_dist.gradients._local_parameters.LocalParameters.gradient_placements
 
     def forgetful(self: Any, parameter: DTensor) -> Any:
         self.partial_axes.discard("cp_replicate")
         return real(self, parameter)
 
-    return mock.patch.object(d9d_dist._local_parameters.LocalParameters, "gradient_placements", forgetful)
+    return mock.patch.object(d9d_dist.gradients._local_parameters.LocalParameters, "gradient_placements", forgetful)
 
 
 @caught_by("dense,dp_shard=2,microbatch=1")
@@ -201,13 +201,13 @@ def only_the_last_microbatch_counts() -> Generator[None]:
 
 @caught_by("plain,dp_replicate=2,microbatch=1", is_nightly=True)
 def replicas_keep_the_first_microbatch_only() -> AbstractContextManager[object]:
-    real = d9d_dist._gradient_buckets.Slot.set_aside
+    real = d9d_dist.gradients._gradient_buckets.Slot.set_aside
 
     def forget(self: Any) -> None:
         self.parameter.grad = None
         real(self)
 
-    return mock.patch.object(d9d_dist._gradient_buckets.Slot, "set_aside", forget)
+    return mock.patch.object(d9d_dist.gradients._gradient_buckets.Slot, "set_aside", forget)
 
 
 # --- the global weight
@@ -244,9 +244,9 @@ def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
 
 def _norm_over(change: Callable[[DeviceMesh, tuple[Any, ...]], tuple[Any, ...]]) -> AbstractContextManager[object]:
     """Compute the norm with other placements of the parameters."""
-    real = d9d_dist.gradient_norm._splits
+    real = d9d_dist.gradients.gradient_norm._splits
     return mock.patch.object(
-        d9d_dist.gradient_norm, "_splits", lambda mesh, placements: real(mesh, change(mesh, placements))
+        d9d_dist.gradients.gradient_norm, "_splits", lambda mesh, placements: real(mesh, change(mesh, placements))
     )
 
 
@@ -267,7 +267,7 @@ def the_norm_counts_replicas() -> AbstractContextManager[object]:
 
 @caught_by("dense,dp_shard=2", is_nightly=True)
 def gradients_are_clipped_by_the_norm_of_a_shard() -> AbstractContextManager[object]:
-    return collectives_replaced(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
+    return collectives_replaced(d9d_dist.gradients.gradient_norm, all_reduce=lambda *args, **kwargs: None)
 
 
 # --- tensor parallelism
@@ -285,20 +285,20 @@ def a_norm_over_heads_is_not_reduced() -> AbstractContextManager[object]:
 
 @caught_by("plain,tp=2")
 def parts_of_an_inputs_gradient_are_not_summed() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.tensor_styles, "copy_to_axis", lambda x, mesh: x)
+    return mock.patch.object(d9d_dist.tensor_parallel.styles, "copy_to_axis", lambda x, mesh: x)
 
 
 @caught_by("plain,tp=2", is_nightly=True)
 def an_output_and_its_gradient_are_both_summed() -> AbstractContextManager[object]:
-    real = d9d_dist.tensor_styles.copy_to_axis
+    real = d9d_dist.tensor_parallel.styles.copy_to_axis
     return mock.patch.object(
-        d9d_dist.tensor_styles, "reduce_from_axis", lambda x, mesh: reduce_from_axis(real(x, mesh), mesh)
+        d9d_dist.tensor_parallel.styles, "reduce_from_axis", lambda x, mesh: reduce_from_axis(real(x, mesh), mesh)
     )
 
 
 @caught_by("plain,tp=2", is_nightly=True)
 def a_row_parallel_output_is_not_summed() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.tensor_styles, "reduce_from_axis", lambda x, mesh: x)
+    return mock.patch.object(d9d_dist.tensor_parallel.styles, "reduce_from_axis", lambda x, mesh: x)
 
 
 @caught_by("dense,tp=2", is_nightly=True)
@@ -306,7 +306,7 @@ def gathered_tokens_give_each_rank_its_own_gradient_only() -> AbstractContextMan
     def equal(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
         return gather_from_axis(x, mesh, dim=dim, gradient="equal")
 
-    return mock.patch.object(d9d_dist.tensor_styles, "gather_from_axis", equal)
+    return mock.patch.object(d9d_dist.tensor_parallel.styles, "gather_from_axis", equal)
 
 
 @caught_by("plain,tp=2")
@@ -314,26 +314,26 @@ def gathered_logits_count_their_gradient_on_every_rank() -> AbstractContextManag
     def partial(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
         return gather_from_axis(x, mesh, dim=dim, gradient="partial")
 
-    return mock.patch.object(d9d_dist.tensor_styles, "gather_from_axis", partial)
+    return mock.patch.object(d9d_dist.tensor_parallel.styles, "gather_from_axis", partial)
 
 
 @caught_by("plain,tp=2", is_nightly=True)
 def every_rank_adds_the_bias() -> AbstractContextManager[object]:
     def forward(self: RowParallel, module: nn.Module, mesh: Any, inner: Any, *args: Any) -> Tensor:
-        return d9d_dist.tensor_styles._redistribute_output(inner(*args), self.output, mesh)
+        return d9d_dist.tensor_parallel.styles._redistribute_output(inner(*args), self.output, mesh)
 
     return mock.patch.object(RowParallel, "forward", forward)
 
 
 @caught_by("dense,tp=2", is_nightly=True)
 def tokens_of_other_ranks_are_embedded_too() -> AbstractContextManager[object]:
-    real = d9d_dist.vocab_parallel._local_ids
+    real = d9d_dist.tensor_parallel.vocab._local_ids
 
     def everywhere(ids: Tensor, num_local: int, mesh: Any) -> tuple[Tensor, Tensor]:
         local, is_here = real(ids, num_local, mesh)
         return local, torch.ones_like(is_here)
 
-    return mock.patch.object(d9d_dist.vocab_parallel, "_local_ids", everywhere)
+    return mock.patch.object(d9d_dist.tensor_parallel.vocab, "_local_ids", everywhere)
 
 
 @caught_by("dense,tp=2")
@@ -349,7 +349,7 @@ def a_loss_normalizes_over_its_part_of_the_vocabulary() -> AbstractContextManage
 @contextmanager
 def splitting_unties_the_head() -> Generator[None]:
     """Disable the Trainer's check, which refuses such a model, so that the oracle has to detect it."""
-    real = d9d_dist._local_parameters.distribute_parameters
+    real = d9d_dist.gradients._local_parameters.distribute_parameters
 
     def untie(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         head = model.get_submodule("lm_head")
@@ -357,7 +357,7 @@ def splitting_unties_the_head() -> Generator[None]:
         real(model, *args, **kwargs)
 
     with (
-        mock.patch("d9d_dist.tensor_parallel.distribute_parameters", untie),
+        mock.patch("d9d_dist.tensor_parallel.parallelize.distribute_parameters", untie),
         mock.patch.object(d9d_loop.engine.model_build, "check_unchanged"),
     ):
         yield
@@ -417,7 +417,7 @@ def split_gradients_are_reduced_after_the_first_microbatch() -> Generator[None]:
 
 @caught_by("dense,pp=2")
 def the_norm_covers_only_the_stages_of_the_rank() -> AbstractContextManager[object]:
-    return collectives_replaced(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
+    return collectives_replaced(d9d_dist.gradients.gradient_norm, all_reduce=lambda *args, **kwargs: None)
 
 
 @caught_by("dense,pp=2", is_nightly=True)
@@ -539,4 +539,4 @@ def initial_values_follow_the_shard() -> AbstractContextManager[object]:
     def from_zero(tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         yield from indexed_blocks(local_tensor(tensor), name)
 
-    return mock.patch.object(d9d_dist._fill_by_index, "indexed_blocks", from_zero)
+    return mock.patch.object(d9d_dist.values._fill_by_index, "indexed_blocks", from_zero)

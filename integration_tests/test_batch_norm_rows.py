@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import d9d_dist.batch_norm
+import d9d_dist.data_parallel.batch_norm
 from d9d_dist import DistributedContext, StageInfo, parallelize_replicate
 from d9d_dist.testing import differences
 from d9d_loop import Loss, ModelProvider, Task
@@ -103,17 +103,17 @@ def statistics_are_each_ranks_own() -> AbstractContextManager[object]:
 
 
 def gradients_through_the_statistics_stay_on_their_rank() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.batch_norm, "sum_over_ranks", lambda x, group: x * group.size())
+    return mock.patch.object(d9d_dist.data_parallel.batch_norm, "sum_over_ranks", lambda x, group: x * group.size())
 
 
 def running_variances_are_biased() -> AbstractContextManager[object]:
-    real = d9d_dist.batch_norm._moments
+    real = d9d_dist.data_parallel.batch_norm._moments
 
     def moments(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
         mean, var, count = real(x, group)
         return mean, var, count * 1e12
 
-    return mock.patch.object(d9d_dist.batch_norm, "_moments", moments)
+    return mock.patch.object(d9d_dist.data_parallel.batch_norm, "_moments", moments)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import d9d_dist.model_values
+import d9d_dist.values.model_values
 import d9d_loop.engine.model_build
 import d9d_loop.model.built_model
 from d9d_dist import StageInfo, built_values
@@ -188,14 +188,14 @@ def _rows_of_a_block_are_shifted() -> AbstractContextManager[object]:
         original(parts, block, **kwargs)
         block.copy_(block.roll(1, 0))
 
-    return _replace(d9d_dist.model_values, "_send", send)
+    return _replace(d9d_dist.values.model_values, "_send", send)
 
 
 def _every_rank_gets_the_first_shard() -> AbstractContextManager[object]:
     def send(original: Any, parts: Any, block: Tensor, **kwargs: Any) -> None:
         original(None if parts is None else [parts[0]] * len(parts), block, **kwargs)
 
-    return _replace(d9d_dist.model_values, "_send", send)
+    return _replace(d9d_dist.values.model_values, "_send", send)
 
 
 BUGS = [
@@ -224,7 +224,7 @@ def _captured(stage: StageInfo) -> nn.Module:
 
 
 def _captures_are_not_refused() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.model_values, "_check_no_stale_reference")
+    return mock.patch.object(d9d_dist.values.model_values, "_check_no_stale_reference")
 
 
 def test_a_stale_capture_is_caught_if_it_is_not_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from oracle_models import MaskedNextToken, samples
 from torch import Tensor, nn
 
 import d9d_dist.expert_parallel
-import d9d_dist.gradient_norm
+import d9d_dist.gradients.gradient_norm
 import d9d_loop.testing.oracle
 import d9d_modules.models.decoder_tensor_plan
 import d9d_moe.all_to_all
@@ -336,13 +336,13 @@ def _replicas_of_experts_are_not_added_up() -> AbstractContextManager[object]:
 
 
 def _the_norm_forgets_other_ranks_experts() -> AbstractContextManager[object]:
-    real = d9d_dist.gradient_norm._splits
+    real = d9d_dist.gradients.gradient_norm._splits
 
     def forgetful(mesh: Any, placements: Any) -> Any:
         name, groups = real(mesh, placements)
         return (name, ()) if "ep_shard" in name else (name, groups)
 
-    return mock.patch.object(d9d_dist.gradient_norm, "_splits", forgetful)
+    return mock.patch.object(d9d_dist.gradients.gradient_norm, "_splits", forgetful)
 
 
 def _router_losses_are_not_joined() -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from zoo_research import RESEARCH
 from zoo_stateful import STATEFUL
 from zoo_unusual import UNUSUAL
 
-import d9d_dist.tensor_styles
+import d9d_dist.tensor_parallel.styles
 from d9d_dist import SequenceParallel
 from d9d_dist.testing import run_ranks
 
@@ -156,7 +156,7 @@ def _norms_of_heads_are_not_reduced() -> AbstractContextManager[object]:
 
 
 def _whole_layers_get_the_gradient_of_a_part() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.tensor_styles, "copy_to_axis", lambda x, mesh: x)
+    return mock.patch.object(d9d_dist.tensor_parallel.styles, "copy_to_axis", lambda x, mesh: x)
 
 
 def _differences_with(bug: Callable[[], AbstractContextManager[object]] | None, *args: Any) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ import torch
 from moe_job import BalancedNextToken, TinyDeepseek, samples
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from d9d_dist.failures import NODE_FOLDER
+from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop import ConfigReady, DataReady, ModelReady, StepDone, Trainer, TrainerConfig, cli_main, elastic_agent
 from d9d_loop.elastic_rendezvous import BACKEND
 from d9d_loop.rank_ends import RankEnds

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from d9d_dist import MeshConfig
-from d9d_dist.context_parallel import context_parallel_attention, sdpa_attention
+from d9d_dist.context_parallel.attention import sdpa_attention
+from d9d_dist.context_parallel.parallelize import context_parallel_attention
 from d9d_dist.testing import run_ranks
 
 ContextMethod = Literal["all_gather", "all_to_all", "ring"]

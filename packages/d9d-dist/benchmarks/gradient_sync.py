@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from d9d_dist import MeshConfig, parallelize_replicate
-from d9d_dist.gradient_sync import GradientSync
+from d9d_dist.gradients.gradient_sync import GradientSync
 from d9d_dist.testing import run_ranks
 
 

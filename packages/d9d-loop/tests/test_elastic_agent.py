@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Subp
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousGracefulExitError
 from torch.distributed.launcher import api as launcher
 
-from d9d_dist.failures import NODE_FOLDER
-from d9d_dist.peers import process_state
+from d9d_dist.failures.first_failure import NODE_FOLDER
+from d9d_dist.failures.peers import process_state
 from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
 from d9d_loop.elastic_rendezvous import QuickRendezvous

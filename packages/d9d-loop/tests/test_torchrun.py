@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api as launcher
 
-from d9d_dist.failures import NODE_FOLDER
+from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop import warm_rank
 from d9d_loop.elastic_rendezvous import BACKEND
 from d9d_loop.report.run_status import read_status

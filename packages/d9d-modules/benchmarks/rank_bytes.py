@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, MeshConfig
-from d9d_dist.launch import Launch
+from d9d_dist.groups.launch import Launch
 from d9d_modules import (
     DecoderForCausalLM,
     DecoderParams,

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from d9d_dist._initial_values import agree_on_values
-from d9d_dist._local_parameters import compute_locally, distribute_parameters, local_parameters_of
-from d9d_dist._mesh_axes import axes_of, axis_names
-from d9d_dist.data_parallel import cast_inputs, parallelize_hsdp
+from d9d_dist.collectives._mesh_axes import axes_of, axis_names
+from d9d_dist.data_parallel.parallelize import cast_inputs, parallelize_hsdp
 from d9d_dist.errors import UserError
+from d9d_dist.gradients._local_parameters import compute_locally, distribute_parameters, local_parameters_of
 from d9d_dist.precision import Precision
 from d9d_dist.shards import local_tensor
+from d9d_dist.values._initial_values import agree_on_values
 
 _AXES = ("ep_replicate", "ep_shard")
 

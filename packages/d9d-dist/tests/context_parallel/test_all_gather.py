@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import MeshConfig
-from d9d_dist.context_parallel import AllGatherAttention, sdpa_attention
+from d9d_dist.context_parallel.all_gather import AllGatherAttention
+from d9d_dist.context_parallel.attention import sdpa_attention
 from d9d_dist.testing import run_ranks
 
 

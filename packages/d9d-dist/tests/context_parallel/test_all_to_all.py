@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import MeshConfig, UserError
-from d9d_dist.context_parallel import AllToAllAttention, sdpa_attention
-from d9d_dist.context_parallel.all_to_all import _repeats_per_kv_head
+from d9d_dist.context_parallel.all_to_all import AllToAllAttention, _repeats_per_kv_head
+from d9d_dist.context_parallel.attention import sdpa_attention
 from d9d_dist.testing import run_ranks
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from d9d_dist.context_parallel import sdpa_attention
+from d9d_dist.context_parallel.attention import sdpa_attention
 from d9d_dist.testing import assert_rounds_like
 
 

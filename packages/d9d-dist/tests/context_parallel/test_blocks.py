@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from d9d_dist.context_parallel import AttentionBlock, BlockKernel, CpuFlashKernel, FlashKernel, MathKernel
-from d9d_dist.context_parallel.blocks import MergedBlocks, default_kernel
+from d9d_dist.context_parallel.blocks import (
+    AttentionBlock,
+    BlockKernel,
+    CpuFlashKernel,
+    FlashKernel,
+    MathKernel,
+    MergedBlocks,
+    default_kernel,
+)
 
 
 def _attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:

@@ -11,15 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist import MeshConfig, UserError
-from d9d_dist.context_parallel import (
-    Attention,
-    ContextSplit,
-    HasAttention,
-    RingAttention,
-    context_parallel_attention,
-    parallelize_context,
-    sdpa_attention,
-)
+from d9d_dist.context_parallel.attention import Attention, sdpa_attention
+from d9d_dist.context_parallel.parallelize import HasAttention, context_parallel_attention, parallelize_context
+from d9d_dist.context_parallel.ring import RingAttention
+from d9d_dist.context_parallel.split import ContextSplit
 from d9d_dist.testing import Device, run_ranks
 
 ContextMethod = Literal["all_gather", "all_to_all", "ring"]

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from d9d_dist import MeshConfig
-from d9d_dist.context_parallel import AttentionBlock, MathKernel, RingAttention
+from d9d_dist.context_parallel.blocks import AttentionBlock, MathKernel
+from d9d_dist.context_parallel.ring import RingAttention
 from d9d_dist.testing import run_ranks
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d9d_dist import MeshConfig, UserError
-from d9d_dist.context_parallel import ContextSplit
+from d9d_dist.context_parallel.split import ContextSplit
 from d9d_dist.testing import run_ranks
 
 

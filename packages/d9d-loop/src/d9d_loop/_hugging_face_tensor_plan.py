@@ -27,7 +27,7 @@ from d9d_dist import (
     reduce_from_axis,
     scatter_to_axis,
 )
-from d9d_dist.vocab_parallel import embed_vocab_shard
+from d9d_dist.tensor_parallel.vocab import embed_vocab_shard
 
 
 class TensorPlan(NamedTuple):

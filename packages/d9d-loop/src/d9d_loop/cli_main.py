@@ -78,7 +78,7 @@ def _is_victim(error: Exception) -> bool:
     """Return True if an exception is the consequence of another rank's failure."""
     if "torch" not in sys.modules:  # without torch there are no other ranks
         return False
-    from d9d_dist.failures import is_victim  # noqa: PLC0415 - imports torch
+    from d9d_dist.failures.first_failure import is_victim  # noqa: PLC0415 - imports torch
 
     return is_victim(error)
 

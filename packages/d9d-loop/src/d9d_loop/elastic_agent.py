@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api as launcher
 
-from d9d_dist.peers import process_state
+from d9d_dist.failures.peers import process_state
 from d9d_loop.elastic_rendezvous import QuickRendezvous, register
 from d9d_loop.rank_ends import RankEnds
 from d9d_loop.resilience.exit_codes import ExitCode

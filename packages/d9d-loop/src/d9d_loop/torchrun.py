@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from d9d_dist.failures import NODE_FOLDER
+from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop import elastic_agent, elastic_rendezvous, warm_rank
 from d9d_loop.rank_ends import RankEnds
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN, ExitCode

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from d9d_dist import slow_report
+from d9d_dist.failures import slow_report
 from d9d_loop.data import in_fork as module
 from d9d_loop.data.in_fork import in_fork, read_apart
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError
-from d9d_dist.failures import NODE_FOLDER
+from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop import Loss, ModelReady, StepDone, Task, Trainer, TrainerConfig
 from d9d_loop.config.trainer_config import RunConfig
 from d9d_loop.job.end_command import report_early_failure, run_command

@@ -14,7 +14,7 @@ from forked_faults import Place
 
 import d9d_loop.resilience.hang_watchdog
 from d9d_dist import MeshConfig, Timeouts
-from d9d_dist.failures import NODE_FOLDER
+from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop.resilience import HangWatchdog
 from d9d_loop.resilience.node_files import describe_lost_host, write_lost_host
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from d9d_dist import DistributedContext, MeshConfig
-from d9d_dist.failures import NODE_FOLDER
+from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import HealthConfig, HealthReport, StragglerWatch, check_health, straggler_watch
 from d9d_loop.resilience.node_files import take_slow_host, write_spare

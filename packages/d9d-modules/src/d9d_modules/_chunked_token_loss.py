@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from d9d_dist.vocab_parallel import TokenLoss
+from d9d_dist.tensor_parallel.vocab import TokenLoss
 
 _CHUNK_LOGITS = 2**24
 """Number of logits in a chunk: 64 MiB in float32. The loss allocates a few tensors of this size."""

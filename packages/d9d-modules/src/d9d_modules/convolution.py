@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
-from d9d_dist.parameter_role import ParameterRole
+from d9d_dist.values.parameter_role import ParameterRole
 from d9d_modules.attention_backends.visibility import check_documents, document_starts
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_dist.buffer_values import BufferValues
+from d9d_dist.values.buffer_values import BufferValues
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.mixer_cache import MixerCache, SupportsCache

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_dist.counter_random import mix_bits, uniform_at
 from d9d_dist.errors import UserError
+from d9d_dist.values.counter_random import mix_bits, uniform_at
 from d9d_modules.decoding import CachedContext, NextLogits, WholeContext, evaluating, why_no_cache
 from d9d_modules.shared_rows import shared_row_seeds, sharing_of, stopping_groups
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError, check_choice
+from d9d_dist.tensor_parallel.vocab import TokenLoss, token_cross_entropy
 from d9d_dist.token_ids import check_token_ids
-from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
 from d9d_modules._chunked_token_loss import chunked_token_loss, soft_cap
 from d9d_modules._cut_cross_entropy import cut_cross_entropy, why_not_cut_cross_entropy
 from d9d_modules.chunked_cross_entropy import check_softcap, linear_cross_entropy

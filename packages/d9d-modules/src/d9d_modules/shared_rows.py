@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist.checksum import checksum
-from d9d_dist.consensus import gather_json
+from d9d_dist.collectives.consensus import gather_json
 from d9d_dist.errors import UserError
+from d9d_dist.values.checksum import checksum
 
 _ROWS = "input_ids, prompt_mask or row_seeds"
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from d9d_dist import DistributedContext, agree, gather_json
-from d9d_dist.consensus import name_ranks
+from d9d_dist.collectives.consensus import name_ranks
 from d9d_state import _files
 from d9d_state._ranks import is_main
 from d9d_state.errors import StateError, describe

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist.collectives.differentiable import gather_from_axis
 from d9d_dist.context_parallel._chunk_order import check_part, rank_chunks, to_natural_order
 from d9d_dist.context_parallel.attention import Attention
-from d9d_dist.differentiable import gather_from_axis
 
 
 @final

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist.collectives.differentiable import all_to_all_reshard, gather_from_axis
 from d9d_dist.context_parallel._chunk_order import check_part, to_natural_order, to_rank_order
 from d9d_dist.context_parallel.attention import Attention, AttentionOfHeads
-from d9d_dist.differentiable import all_to_all_reshard, gather_from_axis
 from d9d_dist.errors import UserError
 
 

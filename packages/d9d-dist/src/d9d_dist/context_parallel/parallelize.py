@@ -5,7 +5,7 @@ from typing import Literal, Protocol, cast, runtime_checkable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from d9d_dist._mesh_axes import only_axis
+from d9d_dist.collectives._mesh_axes import only_axis
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
 from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, is_standard_sdpa

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist.collectives.differentiable import gather_from_axis
 from d9d_dist.context_parallel._chunk_order import check_part
 from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, MergedBlocks, default_kernel
-from d9d_dist.differentiable import gather_from_axis
 
 
 @final

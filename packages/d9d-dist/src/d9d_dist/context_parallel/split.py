@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import KeyPath, keystr, tree_map_with_path
 
-from d9d_dist._mesh_axes import only_axis
+from d9d_dist.collectives._mesh_axes import only_axis
+from d9d_dist.collectives.differentiable import gather_from_axis
 from d9d_dist.context_parallel._chunk_order import rank_chunks, to_natural_order
-from d9d_dist.differentiable import gather_from_axis
 from d9d_dist.errors import UserError
 
 Tree = TypeVar("Tree")

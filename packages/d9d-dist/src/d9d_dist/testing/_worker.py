@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from d9d_dist.process_groups import destroy_process_groups
+from d9d_dist.groups.process_groups import destroy_process_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path, tree_map_only
 
-from d9d_dist._model_tensors import canonical_name
 from d9d_dist.errors import UserError
 from d9d_dist.shards import full_tensor
+from d9d_dist.values._model_tensors import canonical_name
 
 _NUM_SHOWN = 9
 

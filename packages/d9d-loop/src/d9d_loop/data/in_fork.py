@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from d9d_dist import read_launch
-from d9d_dist.slow_report import reported_if_slow
+from d9d_dist.failures.slow_report import reported_if_slow
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from d9d_dist.failures import NODE_FOLDER
+from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop.config.trainer_config import RunConfig
 from d9d_loop.report.run_status import read_status, write_failure
 from d9d_loop.resilience.node_files import claims_report, write_job

@@ -28,7 +28,7 @@ from d9d_dist import (
     move_to_meta,
     written_tensors,
 )
-from d9d_dist.consensus import name_ranks
+from d9d_dist.collectives.consensus import name_ranks
 from d9d_loop.host_lock import host_lock
 from d9d_loop.isolation import isolated_random
 from d9d_loop.model._skipped_draws import RefusedReads, SkippedDraws

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from typing import final
 
 from d9d_dist import DistributedContext
-from d9d_dist.consensus import name_ranks
-from d9d_dist.failures import describe_lost_store, is_victim, name_first_failure, within
-from d9d_dist.peers import Peer
-from d9d_dist.side_channel import SideChannel
+from d9d_dist.collectives.consensus import name_ranks
+from d9d_dist.failures.first_failure import describe_lost_store, is_victim, name_first_failure, within
+from d9d_dist.failures.peers import Peer
+from d9d_dist.groups.side_channel import SideChannel
 from d9d_loop.resilience.hang_report import RankPlace, describe_hang
 
 _INTERVAL = 0.25  # polling interval in seconds

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from d9d_dist.consensus import name_ranks
+from d9d_dist.collectives.consensus import name_ranks
 
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = str(Path(dist.__file__).parent)

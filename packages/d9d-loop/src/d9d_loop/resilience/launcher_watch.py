@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
-from d9d_dist.peers import process_state
+from d9d_dist.failures.peers import process_state
 from d9d_loop.resilience.exit_codes import ExitCode
 
 LAUNCHER: Final = "D9D_LAUNCHER"

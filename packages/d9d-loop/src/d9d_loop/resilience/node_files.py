@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from d9d_dist.failures import FIRST_FAILURE_FILE, NODE_FOLDER
+from d9d_dist.failures.first_failure import FIRST_FAILURE_FILE, NODE_FOLDER
 
 _LOST, _SPARE, _SLOW, _REPLACING = "lost", "spare", "slow", "replacing"
 _JOB, _REPORTED = "job", "reported"

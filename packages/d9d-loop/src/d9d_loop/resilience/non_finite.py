@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from d9d_dist import DistributedContext, gather_json, local_tensor
-from d9d_dist.consensus import name_ranks
+from d9d_dist.collectives.consensus import name_ranks
 
 Watch: TypeAlias = Callable[[str, torch.Tensor], None]
 """Function of a name, such as "the loss", and a tensor; it checks the tensor and later its gradient."""

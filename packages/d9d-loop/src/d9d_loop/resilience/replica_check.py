@@ -1,7 +1,7 @@
 """Check that replicas are equal, which finds for example a flipped bit or a missing reduction.
 
 Replicas are bitwise equal unless there is a fault, since all ranks get the same gradient sums and run the same
-arithmetic. So the ranks compare a checksum of 8 bytes per tensor (`d9d_dist.checksum`).
+arithmetic. So the ranks compare a checksum of 8 bytes per tensor (`d9d_dist.values.checksum`).
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, canonical_name, gather_json, local_tensor
-from d9d_dist.checksum import checksum
-from d9d_dist.consensus import name_ranks
+from d9d_dist.collectives.consensus import name_ranks
+from d9d_dist.values.checksum import checksum
 
 _SHOWN = 8
 

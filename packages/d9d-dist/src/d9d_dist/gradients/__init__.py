@@ -1,0 +1,1 @@
+"""Gradients of distributed parameters: their reduction over ranks, dtype, norm and clipping."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: ranks split the weights of a layer."""

@@ -1,0 +1,100 @@
+"""Copies of a model's buffers: state that forward passes and event handlers change, and that is no parameter.
+
+Running statistics, expert biases, token counters and codebooks are buffers. A call that must not change the training,
+or that undoes a part of it, puts the values of all buffers back. Only this module lists which ones.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from d9d_dist.errors import check_choice
+from d9d_dist.shards import local_tensor
+from d9d_dist.values._model_tensors import Slot
+
+Buffers: TypeAlias = Literal["all", "not saved"]
+"""All buffers of a model, or only the non-persistent ones, which checkpoints omit."""
+
+_LARGE = 1 << 16  # bytes; smaller buffers are copied even if torch has not counted a write, such as one through `.data`
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    buffer: Tensor | None
+    value: Tensor | None
+    version: int
+
+    def is_current(self, now: Tensor | None) -> bool:
+        """Return True if the copy is known to equal the buffer."""
+        if now is None or self.value is None:
+            return now is self.buffer
+        return now is self.buffer and self.value.nbytes >= _LARGE and local_tensor(now)._version == self.version
+
+
+@final
+class BufferValues:
+    """Copies of the buffers of a model, which `restore` puts back into the same tensor objects. No collectives.
+
+    A non-persistent buffer that a forward has replaced by another tensor keeps its value: it is a cache, such as the
+    frequencies of rotary positions, whose validity depends on attributes of its module.
+
+    Args:
+        model: Model on its device. Buffers of modules that are added later are not copied.
+        which: Buffers to copy.
+        device: Device of the copies; by default, that of each buffer.
+    """
+
+    def __init__(self, model: nn.Module, which: Buffers = "all", *, device: torch.device | None = None) -> None:
+        check_choice("which", which, Buffers)
+        self._device = device
+        self._slots = [
+            (Slot(module, name), name in module._non_persistent_buffers_set)
+            for module in model.modules()
+            for name in module._buffers
+            if which == "all" or name in module._non_persistent_buffers_set
+        ]
+        self._kept: dict[Slot, _Kept] = {}
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the current values. Large buffers that were not written since the last call keep their copies."""
+        for slot, _ in self._slots:
+            buffer = slot.get()
+            if (last := self._kept.get(slot)) is None or not last.is_current(buffer):
+                self._kept[slot] = self._copied(buffer)
+
+    def _copied(self, buffer: Tensor | None) -> _Kept:
+        if buffer is None:
+            return _Kept(None, None, 0)
+        local = local_tensor(buffer.detach())
+        return _Kept(buffer, local.to(self._device or local.device, copy=True), local_tensor(buffer)._version)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the copies."""
+        return [kept.value for kept in self._kept.values() if kept.value is not None]
+
+    @torch.no_grad()
+    def restore(self, *, unless: Tensor | None = None) -> None:
+        """Put the copied values back.
+
+        `unless` is a 0-dim bool tensor on the device of the model: where it is True, the current values are kept.
+        Synchronizes the host only if a forward has replaced a buffer by one of another shape.
+        """
+        for slot, is_not_saved in self._slots:
+            now, kept = slot.get(), self._kept[slot]
+            if kept.is_current(now) or (is_not_saved and now is not kept.buffer):
+                continue
+            if unless is not None and now is not None and kept.value is not None:
+                local = local_tensor(now)
+                if (local.shape, local.dtype) == (kept.value.shape, kept.value.dtype):
+                    local.copy_(torch.where(unless, local, kept.value))
+                    continue
+            if unless is not None and unless:
+                continue
+            if kept.buffer is not None and kept.value is not None:
+                local_tensor(kept.buffer).copy_(kept.value)
+            if now is not kept.buffer:
+                slot.module._buffers[slot.name] = kept.buffer
