@@ -29,6 +29,7 @@ from d9d_loop.data import batch_reader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import build_pipeline
+from d9d_loop.engine.start import Training
 from d9d_loop.job.job import _build_loader, build_engine
 from d9d_loop.planning.dry_runs import _messages
 from d9d_loop.resilience import StepGuard
@@ -214,7 +215,8 @@ def stepped(case: Case) -> DeviceLog:
         pipeline = build_pipeline(plan.model, ctx, progress=False, messages=messages)
         optimizer = plan.optimizer(pipeline.model)
         guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
-        engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard)
+        training = Training(pipeline=pipeline, optimizer=optimizer, average=None, guard=guard)
+        engine = build_engine(plan, training, ctx=ctx)
         loader = stack.enter_context(_build_loader(plan, ctx))
         for _ in range(3):
             _step(engine, next(loader), plan.task.loss)

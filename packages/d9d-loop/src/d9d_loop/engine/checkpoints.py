@@ -4,17 +4,14 @@ from contextlib import ExitStack
 from typing import Any, final
 
 from pydantic import JsonValue
-from torch import nn
-from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, UserError, agree, rank_role
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.caller_state import decode_state, encode_state
 from d9d_loop.engine.job_state import JobState, Record
 from d9d_loop.engine.local_tiers import local_tiers
+from d9d_loop.engine.start import Training
 from d9d_loop.event_bus import Events
-from d9d_loop.optimizers.weight_average import WeightAverage
-from d9d_loop.resilience import StepGuard
 from d9d_metrics import redact_secrets
 from d9d_state import CheckpointStore, Retention
 
@@ -23,18 +20,14 @@ from d9d_state import CheckpointStore, Retention
 class EngineCheckpoints:
     """Checkpoints of an engine: model, optimizer, learning rates, random states, step, and the caller's state.
 
-    The run folder is locked from the first save or load until `close`. Nothing is written before the lock. `guard` is
-    the guard of the engine's steps.
+    The run folder is locked from the first save or load until `close`. Nothing is written before the lock.
     """
 
     def __init__(
         self,
         config: EngineConfig,
+        training: Training,
         *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        average: WeightAverage | None,
-        guard: StepGuard,
         ctx: DistributedContext,
         events: Events,
     ) -> None:
@@ -48,12 +41,12 @@ class EngineCheckpoints:
         )
         self._state = JobState(
             self._store,
-            model=model,
-            optimizer=optimizer,
-            average=average,
+            model=training.pipeline.model,
+            optimizer=training.optimizer,
+            average=training.average,
             metrics={},
             config=redact_secrets(config.model_dump(mode="json")),
-            parts={"bad_steps": guard},
+            parts={"bad_steps": training.guard},
             data_identity=None,
             seed=config.seed,
             ctx=ctx,

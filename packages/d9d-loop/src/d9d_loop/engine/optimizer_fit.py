@@ -1,14 +1,30 @@
-"""Check that an optimizer of another class than the checkpoint's can continue from the loaded state."""
+"""Optimizer of a training: how it is built, and whether it can continue from the state of another class."""
 
 from collections import OrderedDict, defaultdict
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import UserError
+from d9d_dist import UserError, parameter_roles
+from d9d_loop.optimizers.optimizer import OptimizerProvider, OptimizerSettings
+
+
+def optimizer_provider(
+    given: OptimizerProvider | None, config: OptimizerSettings, whole: nn.Module
+) -> OptimizerProvider:
+    """Return the function that builds the optimizer: the given one, or else that of the configuration.
+
+    Raises `UserError` if the configuration does not fit the whole model.
+    """
+    if given is not None:
+        return given
+    config.check(whole)
+    # A stage need not match every parameter group: the groups are checked on the whole model.
+    return partial(config.build, whole=False, roles=parameter_roles(whole))
 
 
 def check_optimizer(built: object) -> Optimizer:

@@ -1,6 +1,5 @@
 """Inference over a dataset. Each result is written once, in sample order, even after restarts."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_json, read_launch
+from d9d_dist import ContextSplit, DistributedContext, UserError, gather_json, read_launch
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.contents import agree_on_data, identity_of
+from d9d_loop.data.contents import identity_of
 from d9d_loop.data.data_provider import as_samples
 from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import read_apart
@@ -25,6 +24,7 @@ from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.pipeline import Pipeline
+from d9d_loop.engine.start import agree_on_start
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
 from d9d_loop.inference.pace import Pace
@@ -115,10 +115,9 @@ class Inference:
         ):
             self.events.watch(watchdog.phase)
             resolved = self._config.model_dump(mode="json")
-            agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
-            num_workers = self._config.data.num_workers
-            identity = read_apart(partial(identity_of, self._data), num_workers=num_workers, what="the data")
-            agree_on_data({"the data": identity})
+            read, num_workers = partial(identity_of, self._data), self._config.data.num_workers
+            identity = partial(read_apart, read, num_workers=num_workers, what="the data")
+            agree_on_start(resolved, ctx, data={"the data": identity})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx, wait_seconds=hangs.timeouts.lock_seconds):
                 self._complete(plan, ctx, watchdog)

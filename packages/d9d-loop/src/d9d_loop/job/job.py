@@ -6,16 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.optim import Optimizer
-
-from d9d_dist import DistributedContext, gather_json, seed_everything
+from d9d_dist import DistributedContext, gather_json
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.job_state import JobState, Record
-from d9d_loop.engine.model_build import build_pipeline
-from d9d_loop.engine.optimizer_fit import check_optimizer
-from d9d_loop.engine.pipeline import Pipeline
+from d9d_loop.engine.start import Training, build_training
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ModelReady, OptimizerReady
 from d9d_loop.job.evaluation import Evaluator
@@ -24,9 +20,6 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.resume_check import Progress
-from d9d_loop.model.compiled_model import compile_stages
-from d9d_loop.model.model_check import describe_modes
-from d9d_loop.optimizers.weight_average import WeightAverage, average_of
 from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
 from d9d_loop.task import Loss, LossFunction, Task
 from d9d_metrics import Metric, redact_secrets
@@ -74,23 +67,24 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         StateError: On every rank, if there are checkpoints, but none is valid.
     """
     config, task = plan.config, plan.task
-    if (modes := describe_modes(plan.model.built.module)) is not None and ctx.is_main_process:
-        print(modes)
-    pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
-    pipeline.set_gradients(config.gradients)
-    if config.compile is not None:
-        compile_stages(pipeline.stages.values(), config.compile)
-    seed_everything(config.seed, ctx)
-    optimizer = check_optimizer(plan.optimizer(pipeline.model))
+    training = build_training(
+        plan.model,
+        ctx,
+        plan.optimizer,
+        gradients=config.gradients,
+        average=config.average,
+        bad_steps=config.resilience.bad_steps,
+        progress=config.logging.progress,
+        compile_with=config.compile,
+    )
+    pipeline, optimizer, guard = training.pipeline, training.optimizer, training.guard
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
-    average = average_of(pipeline.model, optimizer, config.average)
     loader = _build_loader(plan, ctx)
-    guard = StepGuard(optimizer, config=config.resilience.bad_steps, ctx=ctx)
     state = JobState(
         store,
         model=pipeline.model,
         optimizer=optimizer,
-        average=average,
+        average=training.average,
         metrics=metrics,
         parts={"data": loader, "bad_steps": guard},
         config=redact_secrets(plan.resolved),
@@ -106,7 +100,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     pipeline.shared.copy_values()
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
-    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, events=events, average=average)
+    engine = build_engine(plan, training, ctx=ctx, events=events)
     hosts = sorted(set(gather_json(socket.gethostname(), alone=ctx.world_size == 1)))
     journal = Journal(config.run.dir, ctx, steps=plan.steps, hosts=hosts, on_failure=config.run.on_failure)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
@@ -132,27 +126,18 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     )
 
 
-def build_engine(
-    plan: JobPlan,
-    pipeline: Pipeline,
-    optimizer: Optimizer,
-    *,
-    ctx: DistributedContext,
-    guard: StepGuard,
-    events: Events | None = None,
-    average: WeightAverage | None = None,
-) -> Engine:
+def build_engine(plan: JobPlan, training: Training, *, ctx: DistributedContext, events: Events | None = None) -> Engine:
     """Build the engine of a job. The caller acts on the decisions on bad steps. Collective."""
     return Engine(
-        pipeline,
-        optimizer,
+        training.pipeline,
+        training.optimizer,
         ctx=ctx,
         task=plan.task,
         max_norm=plan.config.gradients.max_norm,
         num_microbatches=plan.num_microbatches,
-        guard=guard,
+        guard=training.guard,
         polls_guard=False,
-        average=average,
+        average=training.average,
         events=events,
     )
 

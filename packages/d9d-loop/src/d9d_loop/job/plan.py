@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from d9d_dist import Launch, MeshConfig, parameter_roles, read_launch
+from d9d_dist import Launch, MeshConfig, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.contents import check_repeatable, identity_of
@@ -17,6 +17,7 @@ from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
 from d9d_loop.engine.local_tiers import check_local_tiers
+from d9d_loop.engine.optimizer_fit import optimizer_provider
 from d9d_loop.job.code_digest import source_digests
 from d9d_loop.job.job_check import (
     check_batch_norm,
@@ -185,8 +186,7 @@ def plan_job(
     check_trained_dtypes(whole)
     if data.draws:
         check_repeatable(partial(first_batch, _NUM_REPEATED), num_workers=config.data.num_workers)
-    if optimizer is None:
-        config.optimizer.check(whole)
+    build_optimizer = optimizer_provider(optimizer, config.optimizer, whole)
     weights = config.initial_weights or model.initial_weights
     code = source_digests(weights)
     needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=code)
@@ -203,8 +203,7 @@ def plan_job(
         model=layout,
         task=task,
         data=data,
-        # A stage need not match every parameter group: the groups were checked on the whole model.
-        optimizer=optimizer or partial(config.optimizer.build, whole=False, roles=parameter_roles(whole)),
+        optimizer=build_optimizer,
         lr_schedule=factor,
         build_lr_schedule=build_lr_schedule,
         microbatch_size=microbatch_size,

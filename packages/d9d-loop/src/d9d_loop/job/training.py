@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 
 from d9d_dist import DistributedContext, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data.contents import agree_on_data, flatten
 from d9d_loop.engine.local_tiers import local_tiers
+from d9d_loop.engine.start import agree_on_start
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.code_digest import describe_code
@@ -18,9 +18,8 @@ from d9d_loop.job.job_run import evaluate_job, run_job
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
-from d9d_loop.resilience import Stopped, check_health
+from d9d_loop.resilience import Stopped
 from d9d_loop.resilience.launcher_watch import LauncherWatch
-from d9d_metrics import redact_secrets
 from d9d_state import CheckpointStore, StateError, locked_folder
 
 
@@ -56,10 +55,19 @@ def _train(
 ) -> TrainResult | Stopped:
     config, job, is_locked = plan.config, None, False
     try:
-        _agree_on_plan(plan, ctx, mistake)
-        health = check_health(config.resilience.health, ctx=ctx)
-        if health is not None and health.slow and ctx.is_main_process:
-            print(health)
+        others = {
+            "collate": plan.data.collate,
+            "the optimizer": plan.optimizer,
+            "the learning-rate schedule": plan.lr_schedule,
+        }
+        agree_on_start(
+            plan.resolved,
+            ctx,
+            mistake=mistake,
+            code=describe_code(plan.model.built, plan.task, others) if ctx.world_size > 1 else {},
+            data={"the training data": plan.data_identity, "the evaluation data": plan.evaluation_identity},
+            health=config.resilience.health,
+        )
         events.emit(ConfigReady(0, plan.resolved, ctx))
         tiers = local_tiers(config.checkpoint, config.run.dir)
         for tier in tiers:
@@ -92,21 +100,6 @@ def _train(
         else:  # without the lock, the status may be that of another job
             report_early_failure(config.run, ctx.rank, error, writes_status=is_locked)
         raise
-
-
-def _agree_on_plan(plan: JobPlan, ctx: DistributedContext, mistake: UserError | None) -> None:
-    """Raise `UserError` on all ranks if a rank has other code, another configuration or other data. Collective.
-
-    `mistake` is what the rehearsal found on this rank: all ranks raise it.
-    """
-    others = {
-        "collate": plan.data.collate,
-        "the optimizer": plan.optimizer,
-        "the learning-rate schedule": plan.lr_schedule,
-    }
-    code = describe_code(plan.model.built, plan.task, others) if ctx.world_size > 1 else {}
-    agree(mistake, same={**code, "the configuration": dict(flatten(redact_secrets(plan.resolved)))})
-    agree_on_data({"the training data": plan.data_identity(), "the evaluation data": plan.evaluation_identity()})
 
 
 def _describe_start(job: Job) -> None:

@@ -38,6 +38,7 @@ from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import parallelize_stages
 from d9d_loop.engine.pipeline import Pipeline
+from d9d_loop.engine.start import Training
 from d9d_loop.engine.train_step import TrainStep
 from d9d_loop.job.job import build_engine
 from d9d_loop.job.plan import JobPlan
@@ -191,7 +192,8 @@ def run_rank(
         optimizer = plan.optimizer(pipeline.model)
         average = average_of(pipeline.model, optimizer, plan.config.average)
     guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
-    engine = build_engine(plan, pipeline, optimizer, ctx=ctx, guard=guard, average=average)
+    training = Training(pipeline=pipeline, optimizer=optimizer, average=average, guard=guard)
+    engine = build_engine(plan, training, ctx=ctx)
     batches = [batch] * plan.num_microbatches
     num_first = num_first or _fewest_microbatches(pipeline, plan.num_microbatches)
     repeated = [parameter for layer in repeat for parameter in layer.parameters()]
