@@ -459,7 +459,10 @@ def test_draws_of_a_generator_that_no_position_seeds_are_refused(kind: str, tmp_
     provider = DatasetProvider(data, collate=data.collate) if kind == "collate" else DatasetProvider(data)
     with pytest.raises(UserError, match=r"the first samples twice gave different values, .*Draw from random,"):
         plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=provider)
-    whole = DatasetProvider(_OwnGenerator("global"))
+    held_out = DatasetProvider(_OwnGenerator("global"), evaluation=_OwnGenerator("numpy"))
+    with pytest.raises(UserError, match=r"the first samples twice gave different values"):
+        plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=held_out)
+    whole = DatasetProvider(_OwnGenerator("global"), evaluation=_OwnGenerator("global"))
     plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=whole)
 
 

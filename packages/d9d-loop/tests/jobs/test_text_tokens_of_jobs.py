@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from d9d_dist import UserError
@@ -162,3 +163,68 @@ def test_a_job_has_the_tokens_that_the_command_writes(end_token: str | None, tmp
     end = [] if end_token is None else [258]
     ids = [[*read_text_tokenizer(tokenizer).encode(text), *end] for text in texts if text]
     assert [file[n]["tokens"].tolist() for n in range(len(file))] == ids
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a b"}]
+LONG = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "c" * 40}]
+SAMPLES: dict[str, list[dict[str, Any]]] = {
+    "messages": [{"messages": TURNS}, {"messages": LONG}, {"messages": [*TURNS, *LONG]}],
+    "turns": [{"prompt": TURNS[:1], "completion": TURNS[1:]}, {"prompt": LONG[:1], "completion": LONG[1:]}],
+    "texts": [{"prompt": "two and two is", "completion": " four"}, {"prompt": "q", "completion": "x" * 40}],
+}
+
+
+def _trl(folder: Path, samples: list[dict[str, Any]], work: Path, **options: Any) -> list[list[list[int]]]:
+    """Return the tokens and labels of SFTTrainer."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    datasets = pytest.importorskip("datasets")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=len(tokenizer), **SIZES))
+    args = trl.SFTConfig(output_dir=str(work), max_length=16, report_to=[], use_cpu=True, bf16=False, **options)
+    dataset = datasets.Dataset.from_list(samples)
+    trainer = trl.SFTTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
+    return [[row["input_ids"], row["labels"]] for row in trainer.train_dataset]
+
+
+def _ours(folder: Path, samples: list[dict[str, Any]], work: Path, **dataset: Any) -> list[list[list[int]]]:
+    """Return the tokens and labels of a job, in the form of `transformers`, whose models shift the labels."""
+    config = _config("sft", folder, samples, work, dataset=dataset, data={"shuffle": False})
+    stream = chat_rows(config).training(seed=0)
+    rows = [stream.read(entry) for entry in stream.cursor().take(len(samples))]
+    return [[row["input_ids"].tolist(), row["labels"].tolist()] for row in rows]
+
+
+def _shifted(rows: list[list[list[int]]]) -> list[list[list[int]]]:
+    return [[ids[:-1], labels[1:]] for ids, labels in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_tokens_and_labels_equal_those_of_trl(kind: str, tmp_path: Path) -> None:
+    folder = _tokenizer(tmp_path / "model", template=CHATML)
+    ours = _ours(folder, SAMPLES[kind], tmp_path, labels="all", text_pairs="joined")
+    assert ours == _shifted(_trl(folder, SAMPLES[kind], tmp_path / "trl"))
+
+
+def test_all_labels_and_joined_texts(tmp_path: Path) -> None:
+    folder = _tokenizer(tmp_path / "model", template=CHATML)
+    tokenizer = read_chat_tokenizer(folder, labels="all", text_pairs="joined")
+    joined, whole = (tokenizer(read_conversation(SAMPLES[kind][0])) for kind in ("texts", "messages"))
+    assert [text[slice(*span)] for text, (span,) in ((each.text, each.spans) for each in (joined, whole))] == [
+        " four<|end|>",
+        "<|user|>q<|end|>\n<|assistant|>a b<|end|>\n",
+    ]
+    assert sum(joined.mask) == 6
+    assert all(whole.mask)
+    first_only = _tokenizer(tmp_path / "first", template="{{ messages[0].content }}<|end|>")
+    with pytest.raises(UserError, match="no token follows the prompt; expected a completion"):
+        read_chat_tokenizer(first_only, labels="all")(read_conversation(SAMPLES["turns"][0]))
+    with pytest.raises(ValidationError, match=r"dataset.labels is set, but job = pretrain; expected job = sft"):
+        _config("pretrain", folder, [{"text": "a"}], tmp_path, dataset={"labels": "all"})
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match='text_pairs = "joined", but the tokenizer names no eos_token'):
+        read_chat_tokenizer(folder, text_pairs="joined")

@@ -19,7 +19,7 @@ from d9d_loop import data
 from d9d_loop.cli_main import cli_main
 from d9d_loop.data.chat_template import TRAINING_DATE
 from d9d_loop.data.chat_tokenizer import mark_spans, read_chat_tokenizer
-from d9d_loop.data.conversation import TooLong, read_conversation
+from d9d_loop.data.conversation import ChatLabels, TextPairs, TooLong, read_conversation
 from d9d_loop.data.text_tokenizer import END_TOKEN
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from d9d_loop.data.sample_files import DataFiles
 
 _OF_TEXTS = ("train_vocab_size", "pattern", "field", "end_token")
-_OF_CHATS = ("max_length", "date", "too_long", "show")
+_OF_CHATS = ("max_length", "date", "too_long", "labels", "text_pairs", "show")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,6 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="refuse",
         help="treatment of longer conversations; default: %(default)s",
     )
+    chat.add_argument(
+        "--labels",
+        choices=get_args(ChatLabels),
+        default="assistant",
+        help="tokens that contribute to the loss: the assistant's turns, or all except for a prompt; default: "
+        "%(default)s",
+    )
+    chat.add_argument(
+        "--text-pairs",
+        choices=get_args(TextPairs),
+        default="chat",
+        help="treatment of a prompt and a completion that are texts; default: %(default)s",
+    )
     chat.add_argument("--show", type=int, default=0, metavar="N", help="print N conversations with their loss masks")
     options = parser.parse_args(arguments)
     if options.output is None and not (options.chat and options.show):
@@ -106,7 +119,9 @@ def _tokenize_texts(options: argparse.Namespace, folders: Mapping[Path, bool]) -
 
 
 def _tokenize_chats(options: argparse.Namespace, folders: Mapping[Path, bool]) -> None:
-    tokenizer = read_chat_tokenizer(options.tokenizer, today=options.date)
+    tokenizer = read_chat_tokenizer(
+        options.tokenizer, today=options.date, labels=options.labels, text_pairs=options.text_pairs
+    )
     samples = data.open_samples(options.paths, key="paths")
     for number in range(min(options.show, len(samples))):
         print(f"--- conversation {number}")

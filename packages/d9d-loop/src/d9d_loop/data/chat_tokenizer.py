@@ -1,4 +1,4 @@
-"""Tokens of conversations with a verified loss mask: only the assistant's turns contribute to the loss."""
+"""Tokens of conversations with a loss mask, which is verified if only the assistant's turns contribute to the loss."""
 
 import copy
 import hashlib
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_dist.errors import check_choice
 from d9d_loop.data.chat_template import TRAINING_DATE, ChatTemplate, read_chat_template
-from d9d_loop.data.conversation import Conversation
+from d9d_loop.data.conversation import ChatLabels, Conversation, TextPairs
 from d9d_loop.data.text_tokenizer import TextTokenizer, listed_ids, read_json, read_text_tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
@@ -59,9 +60,12 @@ class ChatTokenizer:
     Args:
         stop_tokens: Texts of further tokens that may end a turn, if the tokenizer does not list them as special.
         thinking: Text that opens a thinking block, and text that closes it.
+        labels: `all` makes all tokens contribute to the loss, except for a `prompt`. Nothing is verified in this case.
+        text_pairs: `joined` tokenizes a `prompt` and a `completion` that are texts as one text, followed by the end
+            token, without the chat template.
 
     Raises:
-        UserError: If a stop token is not in the vocabulary.
+        UserError: If a stop token is not in the vocabulary, or text pairs are joined by a tokenizer without end token.
     """
 
     def __init__(
@@ -72,7 +76,12 @@ class ChatTokenizer:
         stop_tokens: Iterable[str] = (),
         thinking: tuple[str, str] = ("<think>", "</think>"),
         tool_template: ChatTemplate | None = None,
+        labels: ChatLabels = "assistant",
+        text_pairs: TextPairs = "chat",
     ) -> None:
+        check_choice("labels", labels, ChatLabels)
+        check_choice("text_pairs", text_pairs, TextPairs)
+        self._labels, self._text_pairs = labels, text_pairs
         self.text_tokenizer = (
             tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(copy.deepcopy(tokenizer))
         )
@@ -89,7 +98,13 @@ class ChatTokenizer:
         stops = "|".join(re.escape(self.text_tokenizer.token(number) or "") for number in sorted(self._stops))
         self._only_stops = re.compile(rf"(?:{stops or '(?!)'}|\s)*\Z")
         self._first_stop = re.compile(stops or "(?!)")
-        self._options = [sorted(self._stops), list(thinking)]
+        self._options = [sorted(self._stops), list(thinking), labels, text_pairs]
+        self._end = self.text_tokenizer.special_tokens.get("eos_token", "")
+        if text_pairs == "joined" and not self._end:
+            raise UserError(
+                'text_pairs = "joined", but the tokenizer names no eos_token; expected one. Set it in '
+                "tokenizer_config.json."
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -113,7 +128,15 @@ class ChatTokenizer:
         Raises:
             UserError: If the mask cannot be verified. The message shows the text with the mask.
         """
+        if conversation.is_text_pair and self._text_pairs == "joined":
+            return self._joined(*(each["content"] for each in conversation.messages))
         text = self._render(conversation, len(conversation.messages))
+        if self._labels == "all":
+            first = conversation.first_trained
+            prompt = self._render(conversation, first, answer=True) if first else ""
+            return _after(
+                self.text_tokenizer.encode_rendered(prompt).ids, self.text_tokenizer.encode_rendered(text), text
+            )
         encoding = self.text_tokenizer.encode_rendered(text)
         trained = [False] * len(encoding.ids)
         spans: list[Span] = []
@@ -135,6 +158,12 @@ class ChatTokenizer:
             _refuse("every token contributes to the loss; expected a prompt, which does not", text, spans)
         length = len(trained) - trained[::-1].index(True)
         return ChatTokens(encoding.ids[:length], trained[:length], text, spans)
+
+    def _joined(self, prompt: str, completion: str) -> ChatTokens:
+        """Return the tokens of a prompt and its completion as one text with an end token."""
+        text = prompt + completion
+        text += "" if completion.endswith(self._end) else self._end
+        return _after(self.text_tokenizer.encode(prompt), self.text_tokenizer.encode_with_offsets(text), text)
 
     def prompt(self, text: str) -> tuple[str, list[int]]:
         """Return the text and the tokens of a user's message, and of the header of its answer."""
@@ -230,12 +259,17 @@ class ChatTokenizer:
 
 
 def read_chat_tokenizer(
-    folder: str | Path, *, stop_tokens: Iterable[str] = (), today: date = TRAINING_DATE
+    folder: str | Path,
+    *,
+    stop_tokens: Iterable[str] = (),
+    today: date = TRAINING_DATE,
+    labels: ChatLabels = "assistant",
+    text_pairs: TextPairs = "chat",
 ) -> ChatTokenizer:
     """Read the tokenizer and the chat template of a model folder. Requires the extra `chat`.
 
     The folder has the files of a tokenizer, and a chat template; see `read_text_tokenizer` and `read_chat_template`.
-    For `stop_tokens`, see `ChatTokenizer`. `today` is the date of templates that print it.
+    For `stop_tokens`, `labels` and `text_pairs`, see `ChatTokenizer`. `today` is the date of templates that print it.
 
     Raises:
         UserError: If a file is missing or invalid.
@@ -247,8 +281,23 @@ def read_chat_tokenizer(
     ends = listed_ids(read_json(path / "generation_config.json").get("eos_token_id"))
     named = map(tokenizer.token, ends)
     return ChatTokenizer(
-        tokenizer, template, stop_tokens=[*stop_tokens, *filter(None, named)], tool_template=tool_template
+        tokenizer,
+        template,
+        stop_tokens=[*stop_tokens, *filter(None, named)],
+        tool_template=tool_template,
+        labels=labels,
+        text_pairs=text_pairs,
     )
+
+
+def _after(prompt: list[int], encoding: "Encoding", text: str) -> ChatTokens:
+    """Return the tokens of a text, of which those after the common prefix with `prompt` contribute to the loss."""
+    num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, encoding.ids, strict=False)))
+    num_trained = len(encoding.ids) - num_common
+    if num_trained == 0:
+        _refuse("no token follows the prompt; expected a completion", text, [])
+    mask = [False] * num_common + [True] * num_trained
+    return ChatTokens(encoding.ids, mask, text, [(encoding.offsets[num_common][0], len(text))])
 
 
 def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:

@@ -11,6 +11,12 @@ from d9d_loop.data.json_lines import JsonObject
 TooLong: TypeAlias = Literal["refuse", "drop", "truncate"]
 """Treatment of a conversation of more than `max_length` positions."""
 
+ChatLabels: TypeAlias = Literal["assistant", "all"]
+"""Tokens of a conversation that contribute to the loss: the assistant's turns, or all tokens except for a `prompt`."""
+
+TextPairs: TypeAlias = Literal["chat", "joined"]
+"""Treatment of a `prompt` and a `completion` that are texts: by the chat template, or joined, with an end token."""
+
 Message = dict[str, Any]
 """Message of a chat template: `role` and `content`, and possibly `tool_calls`, `reasoning_content` and others."""
 
@@ -36,11 +42,13 @@ class Conversation:
     Attributes:
         tools: JSON schemas of the tools that the assistant may call; None for no tools.
         first_trained: Index of the first message that may contribute to the loss; earlier messages are context.
+        is_text_pair: True for a prompt and a completion that are texts without roles.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     first_trained: int = field(default=0)
+    is_text_pair: bool = False
 
     def to_json(self) -> str:
         """Return the contents as JSON, to compare conversations."""
@@ -77,8 +85,10 @@ def read_conversation(sample: Mapping[str, Any]) -> Conversation:
             messages.insert(0, {"role": "system", "content": sample["system"]})
         return Conversation(messages, tools)
     if sample.get("prompt") is not None and sample.get("completion") is not None:
-        prompt = _turn(sample["prompt"], role="user")
-        return Conversation([*prompt, *_turn(sample["completion"], role="assistant")], tools, len(prompt))
+        prompt, is_text = _turn(sample["prompt"], role="user"), isinstance(sample["prompt"], str)
+        completion = _turn(sample["completion"], role="assistant")
+        is_pair = is_text and isinstance(sample["completion"], str)
+        return Conversation([*prompt, *completion], tools, len(prompt), is_pair)
     raise _unknown(sample, "messages, conversations, or prompt and completion")
 
 

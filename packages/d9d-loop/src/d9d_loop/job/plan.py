@@ -12,7 +12,7 @@ from d9d_dist import Launch, MeshConfig, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.contents import check_repeatable, identity_of
-from d9d_loop.data.evaluation_pass import check_evaluation_data
+from d9d_loop.data.evaluation_pass import SubsetStream, check_evaluation_data
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
@@ -186,6 +186,10 @@ def plan_job(
     check_trained_dtypes(whole)
     if data.draws:
         check_repeatable(partial(first_batch, _NUM_REPEATED), num_workers=config.data.num_workers)
+        if evaluation_data is not None:
+            held_out = evaluation_data if isinstance(evaluation_data, SampleStream) else SubsetStream(evaluation_data)
+            entries = partial(held_out.cursor().take, _NUM_REPEATED)
+            check_repeatable(partial(_read_batch, data, held_out, cache(entries)), num_workers=config.data.num_workers)
     build_optimizer = optimizer_provider(optimizer, config.optimizer, whole)
     weights = config.initial_weights or model.initial_weights
     code = source_digests(weights)

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from d9d_loop.config.preset import JobFileConfig
 from d9d_loop.data.chat_template import TRAINING_DATE
-from d9d_loop.data.conversation import TooLong
+from d9d_loop.data.conversation import ChatLabels, TextPairs, TooLong
 from d9d_loop.section import Section
 
 JobKind: TypeAlias = Literal["sft", "pretrain", "classify", "embed"]
@@ -84,6 +84,16 @@ class TextDataConfig(Section):
     )
     length: PositiveInt = Field(default=1024, description="Maximum length of a sample, in tokens.")
     too_long: TooLong = Field(default="truncate", description="Treatment of samples longer than `length`.")
+    labels: ChatLabels = Field(
+        default="assistant",
+        description="Tokens of conversations that contribute to the loss: the assistant's turns, or all tokens except "
+        "for a prompt.",
+    )
+    text_pairs: TextPairs = Field(
+        default="chat",
+        description="Treatment of a prompt and a completion that are texts: chat applies the chat template, joined "
+        "appends the completion and the end token to the prompt.",
+    )
     packing: bool = Field(
         default=False,
         description="Pack several samples into rows of `length` tokens, for d9d's own model of the family. Each token "
@@ -195,6 +205,9 @@ class TextJobConfig(JobFileConfig):
             raise ValueError(
                 f"dataset.too_long = drop, but job = {self.job}; expected job = sft, or truncate or refuse"
             )
+        for name in ("labels", "text_pairs"):
+            if self.job != "sft" and getattr(data, name) != TextDataConfig.model_fields[name].default:
+                raise ValueError(f"dataset.{name} is set, but job = {self.job}; expected job = sft. Remove it")
         if data.end_token is not None and self.job != "pretrain":
             raise ValueError(f"dataset.end_token is set, but job = {self.job}; expected job = pretrain. Remove it")
         return self

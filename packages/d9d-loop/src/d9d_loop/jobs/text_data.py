@@ -60,7 +60,8 @@ def chat_tokenizer(config: TextJobConfig) -> ChatTokenizer:
     folder = config.model.tokenizer or config.model.folder
     if folder is None:
         raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
-    return read_chat_tokenizer(folder, today=config.dataset.date)
+    data = config.dataset
+    return read_chat_tokenizer(folder, today=data.date, labels=data.labels, text_pairs=data.text_pairs)
 
 
 def dataset_of(
@@ -128,7 +129,8 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     def tokenized(samples: Samples) -> TokenFile:
         digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
         for index in range(len(samples)):
-            digest.update(hashlib.sha256(read_conversation(samples[index]).to_json().encode()).digest())
+            chat = read_conversation(samples[index])
+            digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
         folder = config.run.folder / "tokens" / f"chats-{digest.hexdigest()[:16]}"
         chats = (samples[index] for index in range(len(samples)))
         return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, **options))
