@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -492,14 +493,53 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("higher", [True, False])
 def test_the_best_checkpoints_are_kept(tmp_path: Path, higher: bool) -> None:
     checkpoint = {"every": 3, "keep_last": 1, "keep_best": 1, "higher_is_better": higher, "best_by": "gathered"}
-    trainer = _trainer(tmp_path, steps=9, checkpoint=checkpoint)
+    trainer = _trainer(tmp_path, steps=9, checkpoint=checkpoint, export="best")
     values: dict[int, float] = {}
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    trainer.events.on(
+        OptimizerDone,
+        lambda done: weights.update(
+            {done.step: {name: each.clone() for name, each in done.model.state_dict().items()}}
+        ),
+    )
     trainer.events.on(EvaluationDone, lambda event: values.update({event.step: event.values["gathered"]}))
     trainer.train()
     best = (max if higher else min)(values, key=lambda step: values[step])
     assert (best != 9) == higher
     kept = CheckpointStore(tmp_path / "run" / "checkpoints").complete()
     assert {info.step: info.metric for info in kept} == {step: values[step] for step in (9, best)}
+    _assert_exported(tmp_path / "run", weights[best])
+    assert _same(tmp_path, checkpoint).export(tmp_path / "last", step=9).export_dir == tmp_path / "last/export"
+    _assert_exported(tmp_path / "last", weights[9])
+    with pytest.raises(
+        UserError,
+        match=rf"no checkpoint of step 4; expected one of .* kept: {', '.join(map(str, sorted({9, best})[::-1]))}",
+    ):
+        _same(tmp_path, checkpoint).export(tmp_path / "last", step=4)
+    if higher:
+        run_ranks(_export_best, tmp_path, checkpoint, world_size=2)
+        _assert_exported(tmp_path / "best", weights[best])
+
+
+def _same(folder: Path, checkpoint: dict[str, Any]) -> Trainer:
+    return _trainer(folder, steps=9, checkpoint=checkpoint, export="best")
+
+
+def _export_best(folder: Path, checkpoint: dict[str, Any]) -> None:
+    _same(folder, checkpoint).export(folder / "best")
+
+
+def _assert_exported(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(folder / "export" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_the_best_checkpoint_must_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"export = best, but checkpoint.keep_best = 0, .* Set --checkpoint.keep_best 1"
+    ):
+        _trainer(tmp_path, export="best").train()
 
 
 class _Praising(_Masked):

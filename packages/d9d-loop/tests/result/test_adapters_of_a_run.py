@@ -106,6 +106,37 @@ def test_without_peft_a_dense_base_gives_the_merged_export_of_the_run(
     )
 
 
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.slow("True")
+def test_a_checkpoint_of_a_run_is_exported(adapted: bool, trained: Path, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.Qwen3Config(**IDS, **GROUPED, tie_word_embeddings=False)
+    base = save_folder(tmp_path / "base", config, "Qwen3ForCausalLM")
+    options = {"adapter": {"rank": 4, "alpha": 8.0}} if adapted else {}
+    job = job_config("pretrain", {"folder": base}, trained / "texts.jsonl", tmp_path, steps=2, **options)
+    run = train(job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"every": 1})}))
+    moved = run.rename(tmp_path / "moved")
+    for step in (1, 2):
+        export_command.main([str(moved), "--step", str(step)])
+    exports = [moved / "step-1" / "export", moved / "step-2" / "export", moved / "export"]
+    first, second, last = ((each / "model.safetensors").read_bytes() for each in exports)
+    assert first != second == last
+    files = sorted(path.name for path in (moved / "export").iterdir())
+    assert sorted(path.name for path in exports[0].iterdir()) == files
+    with pytest.raises(
+        UserError, match="there is no checkpoint of step 5; expected one of the steps that are kept: 2, 1"
+    ):
+        export_command.main([str(moved), "--step", "5"])
+    with pytest.raises(UserError, match="--step last; expected the number of a step, or best"):
+        export_command.main([str(moved), "--step", "last"])
+    (moved / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"is no run of d9d-train, .* call Trainer.export\(folder, step=...\) in the script"
+    ):
+        export_command.main([str(moved), "--step", "1"])
+
+
 def test_a_new_head_is_part_of_the_export(trained: Path, tmp_path: Path) -> None:
     import transformers
 

@@ -308,7 +308,11 @@ class TrainerConfig(JobConfig):
         default=True,
         description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",
     )
-    export: bool = Field(default=True, description="Write the trained model to `export/` in the run folder.")
+    export: bool | Literal["best"] = Field(
+        default=True,
+        description="Write the trained model to `export/` in the run folder. best: the weights of the best checkpoint, "
+        "by `checkpoint.best_by`; needs `checkpoint.keep_best`.",
+    )
 
     @model_validator(mode="after")
     def _schedule_knows_the_peak(self) -> Self:

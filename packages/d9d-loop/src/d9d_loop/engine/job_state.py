@@ -23,6 +23,7 @@ from d9d_metrics import Metric
 from d9d_state import (
     CheckpointInfo,
     CheckpointStore,
+    Retention,
     StateError,
     check_saveable,
     group_values,
@@ -171,11 +172,7 @@ class JobState:
                 "save. Use the run's original initial_weights (or its original seed if it had none), or start a new "
                 "run with --run.name."
             )
-        prepare_optimizer_for_load(self._model, self._optimizer, info)
-        tensors = self._tensors(trainable_only=expected is not None)
-        # A run may start to average when it resumes: then its average starts at the loaded weights.
-        tensors = {name: each for name, each in tensors.items() if not _is_new_average(name, info)}
-        self.store.load(info, tensors, self._ctx)
+        self._load(info)
         if expected is None:  # the checkpoint may have replaced the frozen parameters
             self._check_frozen()
             self._is_digest_checked = False
@@ -186,11 +183,7 @@ class JobState:
         record = _RECORD.validate_python(gather_json(state["record"], alone=self._ctx.world_size == 1)[0])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
-        self._restore_average(info, state.get("average"))
         rank_states: Any = info.rank_states
-        if self._rank_state is not None:  # learning rates that equal the initial ones are not saved
-            self._reset_groups("lr")
-        set_non_tensor_optimizer_state(self._model, self._optimizer, [each["optimizer"] for each in rank_states])
         role = rank_role(self._ctx)
         for metric in self._metrics.values():
             metric.reset()
@@ -204,6 +197,39 @@ class JobState:
         saved = state.get("subscribers", rank_states)  # handlers of an evaluation may have changed them after the save
         load_subscribers(self._events, [each for each in saved if each["role"] == role] or saved)
         return record
+
+    def _load(self, info: CheckpointInfo) -> None:
+        """Load the model, its average and the optimizer. Collective."""
+        prepare_optimizer_for_load(self._model, self._optimizer, info)
+        tensors = self._tensors(trainable_only=frozen_digest_of(info) is not None)
+        # A run may start to average when it resumes: then its average starts at the loaded weights.
+        tensors = {name: each for name, each in tensors.items() if not _is_new_average(name, info)}
+        self.store.load(info, tensors, self._ctx)
+        state: Any = info.state
+        self._restore_average(info, state.get("average"))
+        if self._rank_state is not None:  # learning rates that equal the initial ones are not saved
+            self._reset_groups("lr")
+        rank_states: Any = info.rank_states
+        set_non_tensor_optimizer_state(self._model, self._optimizer, [each["optimizer"] for each in rank_states])
+
+    def load_step(self, step: int | None, retention: Retention) -> int:
+        """Load the model of the checkpoint of a step, or of the best one; return its step. Collective.
+
+        All other state remains, so the job cannot train on.
+
+        Raises:
+            UserError: On every rank, if there is no such checkpoint.
+        """
+        complete = self.store.complete()
+        best = retention.ranked({info.step: info.metric for info in complete})
+        wanted = gather_json(next(iter(best), -1) if step is None else step, alone=self._ctx.world_size == 1)[0]
+        found = next((info for info in complete if info.step == wanted), None)
+        steps = ", ".join(str(info.step) for info in complete) or "none"
+        what = "with a metric of an evaluation" if step is None else f"of step {step}"
+        agree(None if found else f"there is no checkpoint {what}; expected one of the steps that are kept: {steps}.")
+        assert found is not None
+        self._load(found)
+        return found.step
 
     def check_optimizer(self) -> None:
         """Raise `UserError` on every rank if the optimizer cannot continue from the state of another class. Collective.

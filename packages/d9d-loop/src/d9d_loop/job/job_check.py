@@ -148,6 +148,11 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
             "keep_best is set. Set keep_last, or remove the others."
         )
     if checkpoint.keep_best == 0:
+        if config.export == "best":
+            raise UserError(
+                "export = best, but checkpoint.keep_best = 0, so the best checkpoint is deleted; expected at least 1. "
+                "Set --checkpoint.keep_best 1, or --export true."
+            )
         return
     # New metrics can be computed without data, which yields the names of their values.
     names = {"loss", *compute_metrics(task.metrics(), over=None)}

@@ -106,7 +106,7 @@ def evaluate_job(job: Job) -> TrainResult:
     assert job.evaluate is not None
     with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         job.record.evaluation = job.evaluate()
-    return _result_of(job)
+    return _result_of(job, job.plan.config.run.dir)
 
 
 def _next_batches(job: Job) -> list[Any]:
@@ -297,43 +297,61 @@ def _finish(job: Job) -> TrainResult:
         BadStepError: If a parameter is not finite.
     """
     refuse_later_writes(job.engine.model)
+    config = job.plan.config
+    if config.export == "best":
+        step = job.state.load_step(None, config.checkpoint.retention)
+        job.reports.progress.line(
+            f"the export has the weights of step {step}, the best by {config.checkpoint.best_by}."
+        )
+    result = _export_to(job, config.run.dir, exports=bool(config.export))
+    job.journal.ended(job.record.step, "finished")
+    return result
+
+
+def export_step(job: Job, *, step: int | None, folder: Path) -> TrainResult:
+    """Export the checkpoint of a step, or the best one, to `folder/export`; emit `Finished`. Collective.
+
+    Raises:
+        UserError: On every rank, if there is no such checkpoint.
+    """
+    with job.loader, job.watchdog:
+        job.state.load_step(step, job.plan.config.checkpoint.retention)
+        return _export_to(job, folder, exports=True)
+
+
+def _export_to(job: Job, folder: Path, *, exports: bool) -> TrainResult:
+    """Export the model to `folder/export`, and emit `Finished` with the result. Collective."""
     limit = job.ctx.timeouts.startup
     # The export and the handlers of `Finished` may take longer than a step.
     job.ctx.set_timeout(limit + job.watchdog.margin)
     with job.watchdog.phase("the end of the job", timeout=limit), job.engine.evaluation_weights():
-        dtype_of = job.plan.model.provider.export_dtype
-        check_finite(job.engine.model, step=job.record.step, ctx=job.ctx, dtype_of=dtype_of)
-        if job.plan.config.export:
-            _export(job)
-        result = _result_of(job)
+        provider = job.plan.model.provider
+        check_finite(job.engine.model, step=job.record.step, ctx=job.ctx, dtype_of=provider.export_dtype)
+        if exports and not provider.is_exported_by_handler:
+            _export(job, folder / "export")
+        result = _result_of(job, folder)
         forward = job.engine.pipeline.callable()
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))
-    job.journal.ended(job.record.step, "finished")
-    return _result_of(job)  # again: a handler may have written the export, such as that of a job with adapters
+    return _result_of(job, folder)  # again: a handler may have written the export, such as that of a job with adapters
 
 
-def _result_of(job: Job) -> TrainResult:
+def _result_of(job: Job, run_dir: Path) -> TrainResult:
     """Return the result of a job after its last completed step. Collective: all ranks report what rank 0 sees."""
-    record, folder = job.record, _export_folder(job)
+    record, folder = job.record, run_dir / "export"
     has_export = gather_json(folder.is_dir())[0]
     return TrainResult(
         steps=record.step,
         train_loss=math.nan if record.train_loss is None else record.train_loss,
         evaluation=dict(record.evaluation),
         weight_per_second=record.weight_per_second or 0.0,
-        run_dir=job.plan.config.run.dir,
+        run_dir=run_dir,
         export_dir=folder if has_export else None,
     )
 
 
-def _export_folder(job: Job) -> Path:
-    return job.plan.config.run.dir / "export"
-
-
-def _export(job: Job) -> None:
+def _export(job: Job, folder: Path) -> None:
     """Export the model, with the tokenizer and other files of the initial weights. Collective."""
     config, provider = job.plan.config, job.plan.model.provider
-    folder = _export_folder(job)
     source = config.initial_weights or provider.initial_weights
     if source is not None and not source.is_dir():  # removed since the first start; an earlier export has the files
         if not folder.is_dir():

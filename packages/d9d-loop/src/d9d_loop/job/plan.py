@@ -194,7 +194,8 @@ def plan_job(
     weights = config.initial_weights or model.initial_weights
     code = source_digests(weights)
     needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=code)
-    export_mapper = export_mapper_of(model, whole, config) if config.export else None
+    exports = config.export and not model.is_exported_by_handler
+    export_mapper = export_mapper_of(model, whole, config) if exports else None
     if needs_weights:
         layout = layout.with_weights("initial_weights", weights)
     build_lr_schedule = config.lr_schedule.build if lr_schedule is None else lambda _steps: lr_schedule

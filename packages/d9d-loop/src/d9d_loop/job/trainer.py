@@ -6,6 +6,7 @@ FSDP and DTensor take as long to import as torch, so they are imported when a Tr
 import inspect
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from d9d_dist import Launch, MeshConfig, UserError, read_launch
-from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.config.trainer_config import BatchConfig, TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
@@ -132,6 +133,30 @@ class Trainer:
             from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
 
             return train(plan, self.events)
+
+    def export(self, folder: str | Path, *, step: int | None = None) -> TrainResult:
+        """Export the checkpoint of a step to `folder/export`, on any number of ranks, without training. Collective.
+
+        The job runs its handlers of `Finished`, with `folder` as `result.run_dir`. The model is sharded over all ranks,
+        whatever the mesh of the job is.
+
+        Args:
+            folder: Folder to write.
+            step: Step of a checkpoint that is kept; `None` for the best one by `checkpoint.best_by`.
+
+        Raises:
+            UserError: On every rank, if there is no such checkpoint, or as in `train`.
+        """
+        launch = read_launch()
+        batch = BatchConfig(global_size=launch.world_size, microbatch_size=1)
+        mesh = MeshConfig(data_parallel_shard=-1)
+        changes = {"batch": batch, "mesh": mesh, "rehearsal": False, "export": True}
+        with stamped_output(launch.rank, enabled=self._config.logging.stamps), explained("the job cannot be built"):
+            plan = self._plan(self._config.model_copy(update=changes))
+            from d9d_loop.job.job_run import export_step  # noqa: PLC0415 - imports FSDP and DTensor
+            from d9d_loop.job.training import train  # noqa: PLC0415
+
+            return train(plan, self.events, partial(export_step, step=step, folder=Path(folder)))
 
 
 def _check_types(config: object, task: object) -> None:

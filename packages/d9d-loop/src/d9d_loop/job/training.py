@@ -1,6 +1,6 @@
 """Start and end of a planned training job: rehearsal, process group, lock of the run folder, failure messages."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 
 from d9d_dist import DistributedContext, UserError, agree
@@ -23,8 +23,8 @@ from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_state import CheckpointStore, StateError, locked_folder
 
 
-def train(plan: JobPlan, events: Events) -> TrainResult:
-    """Run a planned job to its last step; see `Trainer.train`."""
+def train(plan: JobPlan, events: Events, run: Callable[[Job], TrainResult | Stopped] | None = None) -> TrainResult:
+    """Run a planned job to its last step, or `run` it after its checkpoint is restored; see `Trainer.train`."""
     launch, config = plan.model.launch, plan.config
     with LauncherWatch() as launcher, ExitStack() as stack:
         with early_failure_reported(config.run, launch.rank):
@@ -32,7 +32,9 @@ def train(plan: JobPlan, events: Events) -> TrainResult:
             timeouts = config.resilience.timeouts.timeouts
             mesh = plan.model.mesh.build(launch=launch, timeouts=timeouts, precision=config.precision)
             ctx = stack.enter_context(mesh)
-        result = _train(plan, ctx, events, launcher, mistake)
+        result = _train(
+            plan, ctx, events, launcher, mistake, run=run or (evaluate_job if config.evaluation.only else None)
+        )
     if isinstance(result, Stopped):
         # Raised outside the context, which would report the exception to the other ranks as a failure.
         raise result
@@ -51,7 +53,13 @@ def _rehearse(plan: JobPlan) -> UserError | None:
 
 
 def _train(
-    plan: JobPlan, ctx: DistributedContext, events: Events, launcher: LauncherWatch, mistake: UserError | None
+    plan: JobPlan,
+    ctx: DistributedContext,
+    events: Events,
+    launcher: LauncherWatch,
+    mistake: UserError | None,
+    *,
+    run: Callable[[Job], TrainResult | Stopped] | None,
 ) -> TrainResult | Stopped:
     config, job, is_locked = plan.config, None, False
     try:
@@ -79,8 +87,8 @@ def _train(
             is_locked = True
             job = build_job(plan, store=store, ctx=ctx, events=events)
             _describe_start(job)
-            if config.evaluation.only:
-                return evaluate_job(job)
+            if run is not None:
+                return run(job)
             launcher.close()  # from now on, the steps watch the launcher, and save if it is gone
             result = run_job(job)
             if isinstance(result, Stopped):

@@ -27,6 +27,7 @@ class AdaptedModel(ModelProvider):
     """
 
     late_init = False
+    is_exported_by_handler = True
 
     def __init__(self, base: ModelProvider, adapter: AdapterConfig) -> None:
         try:

@@ -37,8 +37,7 @@ def text_trainer(config: TextJobConfig) -> Trainer:
     notes: list[str] = []
     data, task, model = _parts(config, notes.append)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
-    settings = config if adapted is None else config.model_copy(update={"export": False})
-    trainer = Trainer(settings, model=adapted or model, data=data, task=task)
+    trainer = Trainer(config, model=adapted or model, data=data, task=task)
     source = config.initial_weights or model.initial_weights
     trainer.events.on(ConfigReady, lambda ready: _print(notes, ready))
     if adapted is not None and config.export:

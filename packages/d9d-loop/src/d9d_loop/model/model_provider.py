@@ -28,10 +28,12 @@ class ModelProvider(ABC):
         late_init: If True (the default), `build` runs on `meta` and each `reset_parameters` sets the initial values, so
             no rank holds the whole model. If False, `build` runs on the CPU with the job's seed, and training starts
             from the values that it returns.
+        is_exported_by_handler: True if a handler of `Finished` exports the model, as that of adapters, and not the job.
         new_parameters: Parameters of the last whole model that the folder of initial weights does not have.
     """
 
     late_init: bool = True
+    is_exported_by_handler: bool = False
     new_parameters: frozenset[str] = frozenset()
 
     @property

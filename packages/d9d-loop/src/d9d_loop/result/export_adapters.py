@@ -1,4 +1,4 @@
-"""Command that merges the adapters of a run into their base model: d9d-export RUN_OR_ADAPTERS."""
+"""Command that merges adapters into their base model, or exports a checkpoint: d9d-export RUN_OR_ADAPTERS."""
 
 import argparse
 import shutil
@@ -7,25 +7,33 @@ from pathlib import Path
 
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
-from d9d_loop.result.adapted_base import ADAPTER_CONFIG, add_base_options, find_base, save_merged
+from d9d_loop.result.adapted_base import ADAPTER_CONFIG, add_base_options, find_base, read_json, save_merged
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Merge the adapters, export the model, and print into which weights they were merged.
+    """Merge the adapters and print into which weights they were merged, or export a checkpoint with `--step`.
 
     Raises:
-        UserError: If there are no adapters, their base is missing, or the output exists.
+        UserError: If there are no adapters, their base is missing, or the output exists. With `--step`, if there is no
+            such checkpoint, or the run is that of a script.
     """
     parser = argparse.ArgumentParser(
         prog="d9d-export",
-        description="Merge the adapters of a run into their base model, and export the model in Hugging Face layout, "
+        description="With --step, export a checkpoint of a run of d9d-train, in one process or under torchrun. "
+        "Otherwise, merge the adapters of a run into their base model, and export the model in Hugging Face layout, "
         "with its tokenizer. Adapters of a quantized base are merged into its dequantized weights, which were trained "
         "on, or with --base-weights dense into the weights of the base's folder.",
     )
     parser.add_argument("path", help="folder of a run that exported only adapters, or of adapters")
-    parser.add_argument("--output", type=Path, help="folder to write; default: export/ of the run")
+    parser.add_argument(
+        "--output", type=Path, help="folder to write; default: export/ of the run, or a folder of the step"
+    )
+    parser.add_argument("--step", help="step of a checkpoint that the run keeps, or best: export it to OUTPUT/export")
     add_base_options(parser)
     options = parser.parse_args(arguments)
+    if options.step is not None:
+        _export_step(Path(options.path), options.step, options.output)
+        return
     from d9d_loop.jobs.text_export import copy_tokenizer  # noqa: PLC0415 - help is printed without torch
     from d9d_loop.result.loaded_result import (  # noqa: PLC0415 - imports torch
         find_export,
@@ -52,6 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shutil.copy(folder / "generation_config.json", partial)
     partial.replace(output)
     print(f"d9d: wrote {output}: merged {source}.")
+
+
+def _export_step(run: Path, step: str, output: Path | None) -> None:
+    """Export a checkpoint of a run to `output/export`, by default `RUN/step-N/export`."""
+    if step != "best" and not step.isdecimal():
+        raise UserError(f"--step {step}; expected the number of a step, or best.")
+    file = run.resolve() / "config.json"
+    config = read_json(file)
+    if not ({"job", "task"} & config.keys()):
+        raise UserError(
+            f"{run} is no run of d9d-train, whose config.json names the model and the task; expected one. For a run of "
+            "a script, call Trainer.export(folder, step=...) in the script."
+        )
+    from d9d_loop.job_files import read_job  # noqa: PLC0415 - help is printed without torch
+
+    # The folder may have moved. The components of a preset are imported from the current folder.
+    trainer, _ = read_job([str(file), "--run.folder", str(file.parent.parent), "--run.name", file.parent.name])
+    result = trainer.export(output or run / f"step-{step}", step=None if step == "best" else int(step))
+    print(f"d9d: wrote {result.run_dir}.")
 
 
 def run() -> None:

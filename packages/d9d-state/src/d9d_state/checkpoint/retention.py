@@ -45,10 +45,13 @@ class Retention:
         kept = set(list(metrics)[: self.last])
         if self.every is not None:
             kept |= {step for step in metrics if step % self.every == 0}
+        return kept | set(self.ranked(metrics)[: self.best])
+
+    def ranked(self, metrics: Mapping[int, float | None]) -> list[int]:
+        """Return the steps of the checkpoints that have a finite metric, the best one first."""
         measured = [(metric, step) for step, metric in metrics.items() if metric is not None and math.isfinite(metric)]
         sign = -1 if self.higher_is_better else 1
-        best_first = sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))
-        return kept | {step for _, step in best_first[: self.best]}
+        return [step for _, step in sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))]
 
 
 def _is_integer(value: object) -> bool:
