@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_dist import UserError
+from d9d_loop.config.schedule_config import KINDS
 from d9d_loop.testing import Experiment
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # the main job is one of the models
@@ -53,7 +54,7 @@ MAIN_JOB = Grid(
     factors={
         "model": tuple(NUM_HEADS),
         "pp": ("1", "2", "4"),
-        "schedule": ("1f1b", "gpipe", "looped_bfs", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"),
+        "schedule": ("1f1b", *(kind for kind in KINDS if kind != "1f1b")),
         "dp_replicate": ("1", "2", "4"),
         "dp_shard": ("1", "2", "4"),
         "cp_shard": ("1", "2", "4"),

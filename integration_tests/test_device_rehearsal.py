@@ -9,7 +9,9 @@ import torch
 from device_jobs import TINY, TINY_EXPERTS, Case, rehearsed
 from fake_accelerator import DeviceLog, StreamOrder, why_no_fake_accelerator
 
+from d9d_loop.config._config_keys import kinds_of
 from d9d_loop.engine.engine import Engine
+from d9d_loop.optimizers.optimizer import OptimizerConfig
 
 pytestmark = pytest.mark.skipif(why_no_fake_accelerator() is not None, reason=str(why_no_fake_accelerator()))
 
@@ -41,10 +43,8 @@ LAYOUTS = {
     "moe": Case(mesh={"data_parallel_shard": 4}, world_size=4, experts=TINY_EXPERTS),
     "pp": Case(mesh={"pipeline_parallel": 2}, world_size=2, num_microbatches=4),
     "pp, last rank": Case(mesh={"pipeline_parallel": 2}, world_size=2, rank=1, num_microbatches=4),
-    "lion": replace(FSDP, settings={"optimizer": {"kind": "lion"}}),
+    **{kind: replace(FSDP, settings={"optimizer": {"kind": kind}}) for kind in kinds_of(OptimizerConfig)},
     "muon": replace(FSDP, settings={"optimizer": {"kind": "muon", "groups": [_VECTORS]}}),
-    "schedule-free": replace(FSDP, settings={"optimizer": {"kind": "schedule_free_adamw"}}),
-    "stochastic": replace(FSDP, settings={"optimizer": {"kind": "stochastic_adamw"}}),
 }
 EXPOSED_GATHERS = {
     # The norm, the embedding and the first layer; and the head, which backward needs at once and gathers again.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_loop import BadStepFound, Loss, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop.config._config_keys import kinds_of
 from d9d_loop.data import (
     BucketedStream,
     DataProvider,
@@ -32,6 +33,7 @@ from d9d_loop.data import (
     TokenFileWriter,
     TokenizedStream,
 )
+from d9d_loop.optimizers.optimizer import OptimizerConfig
 from d9d_metrics import Metric, Sum
 from d9d_state import CheckpointStore
 
@@ -42,15 +44,13 @@ VOCAB, LENGTH = 13, 6
 
 _REST = ({"of": "vectors", "optimizer": {"kind": "adamw"}}, {"pattern": "embed", "optimizer": {"kind": "adamw"}})
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{kind: {"kind": kind} for kind in kinds_of(OptimizerConfig)},
     "adamw": {"kind": "adamw", "groups": ({"pattern": "mix", "learning_rate": 0.3, "weight_decay": 0.5},)},
     "adam": {"kind": "adam", "weight_decay": 0.1},
     "sgd": {"kind": "sgd", "momentum": 0.9, "nesterov": True},
     "plain sgd": {"kind": "sgd"},
     "muon": {"kind": "muon", "groups": _REST},
-    "lion": {"kind": "lion"},
-    "schedule-free": {"kind": "schedule_free_adamw"},
     "averaged": {"kind": "adamw"},
-    "stochastic, float32 averages": {"kind": "stochastic_adamw"},
     "stochastic, bfloat16 averages": {"kind": "stochastic_adamw", "averages": "bfloat16", "seed": 3},
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -328,7 +328,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@pytest.mark.sample("averaged", "schedule-free", "annealed, packed and shuffled")
+@pytest.mark.sample("averaged", "schedule_free_adamw", "annealed, packed and shuffled")
 @pytest.mark.slow("muon", "stochastic, bfloat16 averages")
 def test_a_job_resumed_after_any_step_gives_bitwise_equal_results(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
@@ -348,9 +348,10 @@ def _left_after(step: int, whole: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "schedule"), [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule-free", "waits two steps")]
+    ("optimizer", "schedule"),
+    [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule_free_adamw", "waits two steps")],
 )
-@pytest.mark.sample("averaged-wsd", "schedule-free-waits two steps")
+@pytest.mark.sample("averaged-wsd", "schedule_free_adamw-waits two steps")
 def test_a_job_offloaded_after_every_step_or_rolled_back_gives_bitwise_equal_results(
     tmp_path: Path, optimizer: str, schedule: str
 ) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from d9d_dist import DistributedContext, StageInfo, parallelize_replicate
 from d9d_dist.testing import run_ranks
 from d9d_loop import EvaluationDone, Loss, ModelProvider, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop.config._config_keys import kinds_of
+from d9d_loop.optimizers.optimizer import OptimizerConfig
 from d9d_pipeline import Inputs
 
 SIZE, NUM_LAYERS = 4, 4
@@ -123,8 +125,7 @@ def _train_each(folder: Path, mesh: dict[str, int], runs: list[Run]) -> list[Tra
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "schedule free": {"kind": "schedule_free_adamw", "learning_rate": 0.03},
-    "adamw": {"kind": "adamw", "learning_rate": 0.03},
+    **{kind: {"kind": kind, "learning_rate": 0.03} for kind in kinds_of(OptimizerConfig)},
     "muon": {
         "kind": "muon",
         "learning_rate": 0.03,
@@ -154,7 +155,7 @@ def _equal(found: Trace, expected: Trace) -> None:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> dict[str, Trace]:
     """Train optimizers without an interruption: all with `--all`."""
-    names = OPTIMIZERS if exhaustive else ("schedule free", "adamw", "muon")
+    names = OPTIMIZERS if exhaustive else ("schedule_free_adamw", "adamw", "muon")
     runs: list[Run] = [(name, {"optimizer": OPTIMIZERS[name]}) for name in names]
     (traces,) = run_ranks(_train_each, tmp_path_factory.mktemp("one"), {}, runs, world_size=1)
     return dict(zip(names, traces, strict=True))
@@ -190,7 +191,7 @@ def test_every_optimizer_resumes_with_stages(tmp_path: Path, one_process: dict[s
 @pytest.mark.slow
 def test_a_rollback_restores_the_tied_weight_on_every_stage(tmp_path: Path, one_process: dict[str, Trace]) -> None:
     """The fourth step is non-finite, also when it is replayed: the job rolls back past an applied step."""
-    names = ("schedule free", "adamw", "muon")
+    names = ("schedule_free_adamw", "adamw", "muon")
     runs: list[Run] = [(name, {"optimizer": OPTIMIZERS[name], "num_bad": 2}) for name in names]
     for traces in run_ranks(_train_each, tmp_path, {"pipeline_parallel": 2}, runs, world_size=2):
         for name, trace in zip(names, traces, strict=True):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from d9d_dist import UserError
+from d9d_loop.config._config_keys import kind_of, kinds_of
 from d9d_loop.lr import (
     ConstantPhase,
     CosinePhase,
@@ -50,6 +51,7 @@ def test_curves_may_rise() -> None:
 
 def test_a_configuration_selects_the_kind_of_phase() -> None:
     adapter: TypeAdapter[PhaseSettings] = TypeAdapter(Phase)
+    assert {kind_of(type(phase)) for phase, _, _ in VALUES} | {"constant"} == kinds_of(Phase).keys()
     for phase, _, _ in VALUES:
         assert adapter.validate_python(phase.model_dump(mode="json")) == phase
 

@@ -19,13 +19,14 @@ from d9d_dist import (
 )
 from d9d_dist.testing import full_parameters, run_ranks
 from d9d_loop import Events
+from d9d_loop.config._config_keys import kinds_of
 from d9d_loop.engine.job_state import JobState, Record
 from d9d_loop.optimizers.optimizer import (
     AdamConfig,
     AdamWConfig,
     GroupConfig,
-    LionConfig,
     MuonConfig,
+    OptimizerConfig,
     OptimizerSettings,
     ScheduleFreeAdamWConfig,
     SGDConfig,
@@ -35,17 +36,18 @@ from d9d_state import CheckpointStore
 
 REST = AdamWConfig(learning_rate=0.1)
 KINDS: dict[str, OptimizerSettings] = {
-    "adamw": AdamWConfig(learning_rate=0.1),
+    **{kind: section(learning_rate=0.1) for kind, section in kinds_of(OptimizerConfig).items()},
     "adam": AdamConfig(learning_rate=0.1, weight_decay=0.1),
     "sgd": SGDConfig(learning_rate=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "plain_sgd": SGDConfig(learning_rate=0.1),
-    "lion": LionConfig(learning_rate=0.1),
     "muon": MuonConfig(learning_rate=0.1, groups=(GroupConfig(of="vectors", optimizer=REST),)),
-    "schedule_free": ScheduleFreeAdamWConfig(learning_rate=0.1, groups=(GroupConfig(pattern="up", weight_decay=0.5),)),
-    "stochastic": StochasticAdamWConfig(learning_rate=0.01, averages="bfloat16"),
+    "schedule_free_adamw": ScheduleFreeAdamWConfig(
+        learning_rate=0.1, groups=(GroupConfig(pattern="up", weight_decay=0.5),)
+    ),
+    "stochastic_adamw": StochasticAdamWConfig(learning_rate=0.01, averages="bfloat16"),
     "stochastic_float32": StochasticAdamWConfig(learning_rate=0.01, seed=3),
 }
-ROUNDED = ("stochastic", "stochastic_float32")
+ROUNDED = ("stochastic_adamw", "stochastic_float32")
 LAYOUTS = [{"data_parallel_shard": 4}, {"data_parallel_replicate": 2, "data_parallel_shard": 2}]
 LAYOUTS.append({"tensor_parallel": 2, "data_parallel_shard": 2})
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from d9d_dist import UserError
-from d9d_loop.config._config_keys import Key, arms_of, keys_of, sections_of
+from d9d_loop.config._config_keys import Key, arms_of, keys_of, kind_of, sections_of
 
 
 def describe_fields(model: type[BaseModel], *, section: str = "") -> str:
@@ -107,13 +107,7 @@ def _walk(section: type, prefix: str, kind: str, above: tuple[type, ...]) -> Ite
             sections, name = items, f"{name}[]"
         for below in sections:
             if below not in (*above, section):  # no endless recursion: an optimizer group may contain an optimizer
-                yield from _walk(below, f"{name}.", _kind(below) if len(sections) > 1 else kind, (*above, section))
-
-
-def _kind(section: type) -> str:
-    """Return the value of a section's discriminator `kind`, or its class name if it has none."""
-    literals = [key for key in keys_of(section) if get_origin(key.annotation) is Literal and key.name == "kind"]
-    return str(get_args(literals[0].annotation)[0]) if literals else section.__name__
+                yield from _walk(below, f"{name}.", kind_of(below) if len(sections) > 1 else kind, (*above, section))
 
 
 def _only_for(variants: list[Key]) -> str:

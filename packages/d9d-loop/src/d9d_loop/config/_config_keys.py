@@ -84,6 +84,17 @@ def sections_of(annotation: Any) -> list[type]:
     return [arm for arm in arms_of(annotation) if _is_section(arm)]
 
 
+def kind_of(section: type) -> str:
+    """Return the value of a section's discriminator `kind`, or its class name if it has none."""
+    literals = [key for key in keys_of(section) if get_origin(key.annotation) is Literal and key.name == "kind"]
+    return str(get_args(literals[0].annotation)[0]) if literals else section.__name__
+
+
+def kinds_of(annotation: Any) -> dict[str, type]:
+    """Return the sections of a union, by their `kind`."""
+    return {kind_of(section): section for section in sections_of(annotation)}
+
+
 def arms_of(annotation: Any) -> list[Any]:
     """Return the members of a union, flattened; for any other type, a list with only this type."""
     if get_origin(annotation) is Annotated:
