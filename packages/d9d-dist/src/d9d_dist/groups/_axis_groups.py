@@ -55,9 +55,9 @@ class AxisGroups:
         """Set the timeout of all process groups of this process, including later ones and groups created elsewhere."""
         self._timeout = timeout
         # In torch 2.11 the function is private; later versions deprecate the private name.
-        name = "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout"
-        change = getattr(dist.distributed_c10d, name)
-        for group in list(dist.distributed_c10d._world.pg_map):
+        c10d = dist.distributed_c10d
+        change = getattr(c10d, "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout")
+        for group in list(c10d._world.pg_map):
             change(timeout, group)
 
     def _make(self, split: _Split, name: str, *, is_shared: bool) -> dist.ProcessGroup:
