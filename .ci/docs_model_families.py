@@ -54,7 +54,7 @@ Generated from the families that `d9d_modules.from_pretrained_config` recognizes
 `pp` pipeline, `dp` data (replicated and sharded), `cp` context, `tp` tensor, `ep` expert.
 
 All families have pipeline stages, packed documents, LoRA, and weights and `config.json` in both directions. Heads are
-those of [dense decoders](dense_decoders.md): language model (for encoders the masked one), classification, embedding,
+those of [dense decoders](decoders.md): language model (for encoders the masked one), classification, embedding,
 several heads. FP8 blocks and INT4 groups are read for all families, MXFP4 for experts, see
 [Model weights](model_io.md); the table names the layouts of released checkpoints. "MTP" families have checkpoints with
 layers for multi-token prediction, which `DecoderWithMtp` trains, loads and exports.

@@ -91,7 +91,7 @@ def _write_texts(folder: Path) -> None:
 
 
 PAGE_FILES: dict[str, Callable[[Path], None]] = {
-    "docs/chat_and_eval.md": _train_runs,
+    "docs/inference.md": _train_runs,
     "docs/choosing_a_layout.md": _write_plan,
     "docs/text_jobs.md": _write_text_job,
     "docs/which_layout.md": _write_plan,

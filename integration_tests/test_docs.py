@@ -17,7 +17,7 @@ PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob(
 
 
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
-_SAMPLE_OF_COMMANDS = "docs/chat_and_eval.md"
+_SAMPLE_OF_COMMANDS = "docs/inference.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
