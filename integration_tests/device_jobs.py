@@ -31,7 +31,7 @@ from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.start import Training
 from d9d_loop.job.job import _build_loader, build_engine
-from d9d_loop.planning.dry_runs import _messages
+from d9d_loop.planning.dry_runs import stage_messages
 from d9d_loop.resilience import StepGuard
 from d9d_modules import ATTENTION_VARIABLE, parallelize_decoder
 from d9d_modules.attention_backends import flex
@@ -207,7 +207,8 @@ def stepped(case: Case) -> DeviceLog:
         if case.attention is not None:
             stack.enter_context(mock.patch.dict(os.environ, {ATTENTION_VARIABLE: case.attention}))
         trainer = _trainer(case, folder)
-        messages = _messages(trainer.plan_for, case.world_size, FakeTensorMode(allow_non_fake_inputs=True), "bfloat16")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        messages = stage_messages(trainer.plan_for, case.world_size, fake, "bfloat16")
         stack.enter_context(device.ranks(rank=case.rank, world_size=case.world_size))
         plan = trainer.plan_for(Launch(rank=case.rank, world_size=case.world_size))
         launch = Launch(rank=case.rank, world_size=case.world_size)

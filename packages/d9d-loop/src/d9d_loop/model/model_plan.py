@@ -14,7 +14,7 @@ from d9d_pipeline import Program, Schedule, build
 from d9d_state import StateMapper, check_model_state
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     """Checked layout of a model over the ranks of a job.
 
@@ -126,4 +126,13 @@ def plan_model(
             first_batch is not None and not cuts_sequences
         ):  # `task.inputs` expects a split batch, which needs the process group
             check_chain(built.module, stages, to_inputs(task.inputs(first_batch())), program.stage_ranks)
-    return ModelPlan(provider, seed, launch, mesh, schedule, program, built, shared_names)
+    return ModelPlan(
+        provider=provider,
+        seed=seed,
+        launch=launch,
+        mesh=mesh,
+        schedule=schedule,
+        program=program,
+        built=built,
+        shared_names=shared_names,
+    )

@@ -139,29 +139,23 @@ def dry_run(
     Raises:
         UserError: If this process already has a process group, or the job fails a check of `Trainer.train`.
     """
-    fake = DryRunMode()
+    fake, runs = DryRunMode(), list[DryRun]()
+    with without_fake_warnings():
+        messages = stage_messages(plan_for, world_size, fake, precision)
+        for rank in ranks:
+            with placed(plan_for, rank, world_size, precision) as (plan, ctx):
+                runs.append(run_rank(plan, ctx, messages=messages, fake=fake, batch=fake_batch(plan, ctx, fake)))
+    return tuple(runs)
+
+
+@contextmanager
+def without_fake_warnings() -> Generator[None]:
+    """Hide warnings that only concern fake tensors in the body."""
     with warnings.catch_warnings():
         # Reading addresses of fake tensors is harmless if code only compares them. FSDP2 warns again in the real run.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        messages = _messages(plan_for, world_size, fake, precision)
-        return tuple(
-            _dry_run_one(plan_for, rank=rank, world_size=world_size, messages=messages, fake=fake, precision=precision)
-            for rank in ranks
-        )
-
-
-def _dry_run_one(
-    plan_for: PlanFor,
-    *,
-    rank: int,
-    world_size: int,
-    messages: Messages | None,
-    fake: FakeTensorMode,
-    precision: PrecisionName | None,
-) -> DryRun:
-    with placed(plan_for, rank, world_size, precision) as (plan, ctx):
-        return run_rank(plan, ctx, messages=messages, fake=fake, batch=fake_batch(plan, ctx, fake))
+        yield
 
 
 def run_rank(
@@ -394,21 +388,34 @@ def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> 
     return pytree.tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), batch)
 
 
-def _messages(
-    plan_for: PlanFor, world_size: int, fake: FakeTensorMode, precision: PrecisionName | None
+def stage_messages(
+    plan_for: PlanFor,
+    world_size: int,
+    fake: FakeTensorMode,
+    precision: PrecisionName | None,
+    *,
+    shortened: Callable[[int], JobPlan] | None = None,
 ) -> Messages | None:
-    """Return the metadata of each stage's output, by running its forward; `None` without a pipeline."""
+    """Return the metadata of each stage's output, by running its forward; `None` without a pipeline.
+
+    `shortened` returns a plan with fewer layers on the stages of a pipeline rank. With it, if a stage sends a message
+    of the same shapes and dtypes as it receives, later stages are assumed to do the same.
+    """
     program = plan_for(Launch(world_size=world_size, device="cpu")).model.program
     if len(program.ranks) == 1:
         return None
-    outputs, payload = {}, None
+    outputs: dict[int, Any] = {}
+    payload: Any = None
     for index, pipeline_rank in enumerate(program.stage_ranks[:-1]):
+        if shortened is not None and index > 1 and outputs[index - 1] == outputs[index - 2]:
+            outputs[index] = outputs[index - 1]
+            continue
         rank = pipeline_rank * (world_size // len(program.ranks))
         with placed(plan_for, rank, world_size, precision) as (plan, ctx):
             inputs = to_inputs(plan.task.inputs(fake_batch(plan, ctx, fake)))
-            stage = stages_on_fake(plan, ctx, fake)[index]
-            with fake, recorded():
-                output = stage(*(inputs.first if index == 0 else (payload,)), **inputs.shared)
+            stages = stages_on_fake(plan if shortened is None else shortened(pipeline_rank), ctx, fake)
+            with fake, answered():
+                output = stages[index](*(inputs.first if index == 0 else (payload,)), **inputs.shared)
             outputs[index] = stage_output(output)
             payload = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), output)
     return Messages(outputs)

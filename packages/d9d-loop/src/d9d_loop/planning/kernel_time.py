@@ -14,6 +14,7 @@ Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765
 """
 
 from math import ceil
+from typing import NamedTuple
 
 from d9d_loop.planning.hardware_spec import Hardware
 
@@ -34,10 +35,23 @@ def _costs() -> tuple[tuple[int, int, float], ...]:
 _COSTS = _costs()
 
 
+class LinearSeconds(NamedTuple):
+    """Times of the products of a linear layer: forward, and gradients of the inputs and of the weight."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def backward(self) -> float:
+        """Time of both gradients."""
+        return self.input_gradient + self.weight_gradient
+
+
 def linear_seconds(
     hardware: Hardware, tokens: float, outputs: float, inputs: float, *, batch: float = 1, dtype: str = "bf16"
-) -> tuple[float, float, float]:
-    """Return the times of the products of `batch` linear layers: forward, gradients of the inputs and of the weight.
+) -> LinearSeconds:
+    """Return the times of the products of `batch` linear layers.
 
     Rows of all operands have the size of the inputs or of the outputs, so the number of tokens does not affect
     alignment.
@@ -47,7 +61,11 @@ def linear_seconds(
     def seconds(m: float, n: float, k: float) -> float:
         return matmul_seconds(hardware, m, n, k, batch=batch, dtype=dtype, aligned=aligned)
 
-    return seconds(tokens, outputs, inputs), seconds(tokens, inputs, outputs), seconds(inputs, outputs, tokens)
+    return LinearSeconds(
+        forward=seconds(tokens, outputs, inputs),
+        input_gradient=seconds(tokens, inputs, outputs),
+        weight_gradient=seconds(inputs, outputs, tokens),
+    )
 
 
 def matmul_seconds(

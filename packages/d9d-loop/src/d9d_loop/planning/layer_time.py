@@ -14,12 +14,18 @@ kernels are counted below, per kernel, in elements of 2 bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from d9d_loop.planning.collective_time import Span, collective_seconds
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
-from d9d_loop.planning.kernel_time import attention_seconds, linear_seconds, matmul_seconds, pointwise_seconds
+from d9d_loop.planning.kernel_time import (
+    LinearSeconds,
+    attention_seconds,
+    linear_seconds,
+    matmul_seconds,
+    pointwise_seconds,
+)
 from d9d_loop.planning.overlap import exposed_seconds
 from d9d_loop.planning.plan_layout import PlanLayout, Pointwise
 
@@ -29,9 +35,6 @@ BACKWARD_OPERATORS = 50
 SPARSE_OPERATORS = 30
 LOOP_OPERATORS = 60  # to count and split tokens, if each expert has its own product
 COLLECTIVE_OPERATORS = 3  # per tensor-parallel collective: checks, events and waits of its process group
-
-Linear = tuple[float, float, float, float]
-"""Tokens, outputs and inputs of a linear layer, and the number of such layers."""
 
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
 """Bytes of a layer's pointwise operators, relative to one kernel for each norm, addition and activation function."""
@@ -45,7 +48,16 @@ Fused: the vocabulary-parallel loss of Megatron-LM has kernels for cast (6), max
 """
 
 
-@dataclass(frozen=True, slots=True)
+class Linear(NamedTuple):
+    """Sizes of a linear layer, and the number of such layers."""
+
+    tokens: float
+    outputs: float
+    inputs: float
+    number: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
     """Seconds of a pass by kind of kernel and collective, and number of launched operators."""
 
@@ -64,18 +76,18 @@ class PassTime:
 
     def __add__(self, other: "PassTime") -> "PassTime":
         return PassTime(
-            self.matmul + other.matmul,
-            self.attention + other.attention,
-            self.pointwise + other.pointwise,
-            self.tensor + other.tensor,
-            self.expert + other.expert,
-            self.context + other.context,
-            self.operators + other.operators,
+            matmul=self.matmul + other.matmul,
+            attention=self.attention + other.attention,
+            pointwise=self.pointwise + other.pointwise,
+            tensor=self.tensor + other.tensor,
+            expert=self.expert + other.expert,
+            context=self.context + other.context,
+            operators=self.operators + other.operators,
         )
 
     def times(self, factor: float) -> "PassTime":
         """Return all times and counts multiplied by `factor`."""
-        return PassTime(*(getattr(self, name) * factor for name in self.__slots__))
+        return PassTime(**{name: getattr(self, name) * factor for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,32 +107,33 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     split_forward, split_backward = _matmul_times(hardware, layout, parallel)
     whole_forward, whole_backward = _matmul_times(hardware, layout, whole)
     attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware)
-    moved = _pointwise_bytes(shape, layout, core_bytes, (*parallel, *whole), sparse=sparse)
+    moved_forward, moved_backward = _pointwise_bytes(shape, layout, core_bytes, (*parallel, *whole), sparse=sparse)
     num_kernels = 8 + (8 if sparse else 0) + (0 if layout.flash else 2)
     pairs = 1 if sparse and not (layout.splits_shared_experts and shape.shared_size) else 2
     tensor, backward_tensor = 0.0, 0.0
     if t > 1:
         pair = _tensor_pair(layout, hardware, tokens * shape.hidden_size * 2)
         # Column-parallel products, whose inputs have the hidden size, can hide collectives in the backward pass.
-        hidden = sum(_linear(hardware, layout, each)[2] for each in parallel if each[2] == shape.hidden_size)
+        of_inputs = (each for each in parallel if each.inputs == shape.hidden_size)
+        hidden = sum(_linear(hardware, layout, each).weight_gradient for each in of_inputs)
         tensor, backward_tensor = _tensor_times(layout, pairs * pair, (split_forward, split_backward), hidden)
     extra = (SPARSE_OPERATORS if sparse else 0) + (pairs * COLLECTIVE_OPERATORS if t > 1 else 0)
     launched = _loop_operators(shape, layout) if sparse else 0.0
     kv_bytes = tokens * max(1.0, shape.num_kv_heads / t) * shape.head_dim * 2 * 2
     context = _context_collectives(layout, hardware, kv_bytes)
     forward = PassTime(
-        split_forward + whole_forward,
-        attention_forward,
-        pointwise_seconds(hardware, moved[0], num_kernels=num_kernels),
-        tensor,
+        matmul=split_forward + whole_forward,
+        attention=attention_forward,
+        pointwise=pointwise_seconds(hardware, moved_forward, num_kernels=num_kernels),
+        tensor=tensor,
         context=context,
         operators=FORWARD_OPERATORS + extra + launched,
     )
     backward = PassTime(
-        split_backward + whole_backward,
-        attention_backward,
-        pointwise_seconds(hardware, moved[1], num_kernels=2 * num_kernels),
-        backward_tensor,
+        matmul=split_backward + whole_backward,
+        attention=attention_backward,
+        pointwise=pointwise_seconds(hardware, moved_backward, num_kernels=2 * num_kernels),
+        tensor=backward_tensor,
         context=2 * context,
         operators=BACKWARD_OPERATORS + extra + (SPARSE_OPERATORS if sparse else 0) + 2 * launched,
     )
@@ -137,13 +150,13 @@ def _linears(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> tuple[
     t, h, tokens = layout.tp, shape.hidden_size, layout.tokens_per_microbatch
     parallel, whole = _attention_linears(shape, layout), []
     if sparse:
-        whole = [(tokens / t, shape.num_experts, h, 1.0), *_routed_linears(shape, layout, tokens / t)]
+        whole = [Linear(tokens / t, shape.num_experts, h), *_routed_linears(shape, layout, tokens / t)]
     size = shape.shared_size if sparse else shape.intermediate_size
     num_inner = 2 if shape.is_gated else 1
     if size and sparse and not layout.splits_shared_experts:
-        whole += [(tokens / t, size, h, 1.0)] * num_inner + [(tokens / t, h, size, 1.0)]
+        whole += [Linear(tokens / t, size, h)] * num_inner + [Linear(tokens / t, h, size)]
     elif size:
-        parallel += [(tokens, size / t, h, 1.0)] * num_inner + [(tokens, h, size / t, 1.0)]
+        parallel += [Linear(tokens, size / t, h)] * num_inner + [Linear(tokens, h, size / t)]
     return parallel, whole
 
 
@@ -179,7 +192,7 @@ def _pointwise_bytes(
         inputs = tokens * (h + heads * d) + rows * (h + shape.expert_size)
         inputs += tokens * ((h / t if is_whole else h) + size / t) if size else 0.0
         moved += 4 * inputs * fusion
-        moved_backward += 4 * sum(m * n * b for m, n, _, b in linears) * fusion
+        moved_backward += 4 * sum(each.tokens * each.outputs * each.number for each in linears) * fusion
     return moved, moved_backward
 
 
@@ -210,17 +223,15 @@ def _tensor_times(layout: PlanLayout, whole: float, matmul: tuple[float, float],
 def _matmul_times(hardware: Hardware, layout: PlanLayout, linears: Sequence[Linear]) -> tuple[float, float]:
     """Return the times of the products of linear layers in the forward and in the backward pass."""
     times = [_linear(hardware, layout, each) for each in linears]
-    return sum(each[0] for each in times), sum(each[1] + each[2] for each in times)
+    return sum(each.forward for each in times), sum(each.backward for each in times)
 
 
-def _linear(hardware: Hardware, layout: PlanLayout, linear: Linear) -> tuple[float, float, float]:
+def _linear(hardware: Hardware, layout: PlanLayout, linear: Linear) -> LinearSeconds:
     """Return the times of one or more equal linear layers, which run in one kernel or in one kernel per layer."""
-    tokens, outputs, inputs, number = linear
-    batch, count = (number, 1.0) if layout.groups_experts else (1.0, number)
-    forward, input_gradient, weight_gradient = linear_seconds(
-        hardware, tokens, outputs, inputs, batch=batch, dtype=layout.dtype
-    )
-    return count * forward, count * input_gradient, count * weight_gradient
+    batch, count = (linear.number, 1.0) if layout.groups_experts else (1.0, linear.number)
+    sizes = linear.tokens, linear.outputs, linear.inputs
+    seconds = linear_seconds(hardware, *sizes, batch=batch, dtype=layout.dtype)
+    return LinearSeconds(*(count * each for each in seconds))
 
 
 def _loop_operators(shape: DecoderShape, layout: PlanLayout) -> float:
@@ -237,7 +248,7 @@ def _routed_linears(shape: DecoderShape, layout: PlanLayout, tokens: float) -> l
     """Return the linear layers of a rank's experts, with balanced routing of the `tokens` of each rank."""
     h, local = shape.hidden_size, shape.num_experts / layout.ep
     per_expert = max(1.0, tokens * shape.top_k / local)
-    return [(per_expert, shape.expert_size, h, local)] * 2 + [(per_expert, h, shape.expert_size, local)]
+    return [Linear(per_expert, shape.expert_size, h, local)] * 2 + [Linear(per_expert, h, shape.expert_size, local)]
 
 
 def _recomputation(
@@ -273,14 +284,14 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     """Return the times of norm, head and cross entropy, forward and backward."""
     tokens, vocab = layout.tokens_per_microbatch, ceil(shape.vocab_size / layout.tp)
     h = shape.hidden_size
-    forward, *backward = linear_seconds(hardware, tokens, vocab, h)
+    product = linear_seconds(hardware, tokens, vocab, h)
     moved, moved_backward = LOSS_TRAFFIC[layout.pointwise]
     logits = pointwise_seconds(hardware, tokens * vocab * moved, num_kernels=8)
     gradient = pointwise_seconds(hardware, tokens * vocab * moved_backward, num_kernels=4)
     collective = _tensor_pair(layout, hardware, tokens * h * 2)
     return (
-        PassTime(forward, 0.0, logits, collective, operators=20),
-        PassTime(sum(backward), 0.0, gradient, collective, operators=20),
+        PassTime(matmul=product.forward, pointwise=logits, tensor=collective, operators=20),
+        PassTime(matmul=product.backward, pointwise=gradient, tensor=collective, operators=20),
     )
 
 
@@ -288,13 +299,13 @@ def _attention_linears(shape: DecoderShape, layout: PlanLayout) -> list[Linear]:
     h, d, tokens = shape.hidden_size, shape.head_dim, layout.tokens_per_microbatch
     heads, kv_heads = shape.num_heads / layout.tp, max(1.0, shape.num_kv_heads / layout.tp)
     if shape.latent is None:
-        return [(tokens, (heads + 2 * kv_heads) * d, h, 1), (tokens, h, heads * d, 1)]
+        return [Linear(tokens, (heads + 2 * kv_heads) * d, h), Linear(tokens, h, heads * d)]
     q, kv, rope, value = shape.latent
     return [
-        (tokens, q + kv + rope, h, 1),
-        (tokens, heads * (d + rope), q, 1),
-        (tokens, heads * (d + value), kv, 1),
-        (tokens, h, heads * value, 1),
+        Linear(tokens, q + kv + rope, h),
+        Linear(tokens, heads * (d + rope), q),
+        Linear(tokens, heads * (d + value), kv),
+        Linear(tokens, h, heads * value),
     ]
 
 

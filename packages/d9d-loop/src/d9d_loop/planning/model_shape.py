@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +86,8 @@ def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[O
     kv_heads = _kv_heads(layers[0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden_size=hidden_size)
     attention_size = hidden_size * head_dim * 2 * (heads + kv_heads)
     sizes = [_feed_forward(layer, attention_size) for layer in layers]
-    dense = [rest for rest, experts, _ in sizes if experts == 0]
-    sparse = [each for each in sizes if each[1]]
+    dense = [each for each in sizes if not each.experts]
+    sparse = next((each for each in sizes if each.experts), None)
     top = next((each for each in operations if each.name == "topk"), None)
     return DecoderShape(
         vocab_size=vocab_size,
@@ -96,13 +96,13 @@ def _shape(model: nn.Module, layers: Sequence[nn.Module], operations: Sequence[O
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=round(dense[0] / 3 / hidden_size) if dense else 0,
+        intermediate_size=round(dense[0].matrices / 3 / hidden_size) if dense else 0,
         tie_embeddings=len([each for each in tables if each.shape == (vocab_size, hidden_size)]) == 1,
-        num_experts=sparse[0][2] if sparse else 0,
+        num_experts=sparse.num_experts if sparse else 0,
         top_k=top.results[0][-1] if sparse and top else 0,
-        expert_size=round(sparse[0][1] / (3 * hidden_size * sparse[0][2])) if sparse else 0,
+        expert_size=round(sparse.experts / (3 * hidden_size * sparse.num_experts)) if sparse else 0,
         num_dense_layers=len(dense) if sparse else 0,
-        shared_size=max(0, round((sparse[0][0] / hidden_size - sparse[0][2]) / 3)) if sparse else 0,
+        shared_size=max(0, round((sparse.matrices / hidden_size - sparse.num_experts) / 3)) if sparse else 0,
     )
 
 
@@ -128,8 +128,16 @@ def _is_attention(operation: Operation) -> bool:
     return "scaled_dot_product" in operation.name
 
 
-def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]:
-    """Return two parameter counts of a layer, matrices outside attention and experts, and its number of experts.
+class _FeedForward(NamedTuple):
+    """Numbers of parameters of a layer's matrices outside attention and of its experts, and its number of experts."""
+
+    matrices: int
+    experts: int
+    num_experts: int
+
+
+def _feed_forward(layer: nn.Module, attention_size: int) -> _FeedForward:
+    """Return the sizes of a layer's feed-forward part.
 
     If most parameters of a layer are frozen, only these are counted: the trainable parameters are adapters.
     """
@@ -139,7 +147,8 @@ def _feed_forward(layer: nn.Module, attention_size: int) -> tuple[int, int, int]
         parameters = frozen
     matrices = sum(each.numel() for each in parameters if each.dim() == 2)
     experts = [each for each in parameters if each.dim() == 3]
-    return matrices - attention_size, sum(map(Tensor.numel, experts)), experts[0].shape[0] if experts else 0
+    num_experts = experts[0].shape[0] if experts else 0
+    return _FeedForward(matrices - attention_size, sum(map(Tensor.numel, experts)), num_experts)
 
 
 def _unknown(part: str) -> UnknownDecoderError:

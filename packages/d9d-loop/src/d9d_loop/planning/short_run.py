@@ -9,24 +9,21 @@ at another point. `RepeatMarks` mark the parts of a step that belong to the thir
 parts k more times.
 """
 
-import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, PrecisionName, StageInfo
+from d9d_dist import Launch, PrecisionName, StageInfo
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.built_model import build_model
 from d9d_loop.planning.dry_run_mode import DryRunMode
-from d9d_loop.planning.dry_runs import DryRun, fake_batch, placed, run_rank, stages_on_fake
+from d9d_loop.planning.dry_runs import DryRun, fake_batch, placed, run_rank, stage_messages, without_fake_warnings
 from d9d_loop.planning.layer_repeats import ShortProvider, layer_list, repeats_of
-from d9d_loop.planning.step_record import RepeatMarks, answered
-from d9d_loop.task import to_inputs
-from d9d_pipeline import Messages, stage_output
+from d9d_loop.planning.step_record import RepeatMarks
+from d9d_pipeline import Messages
 
 
 def short_runs(
@@ -51,10 +48,7 @@ def short_runs(
     """
     num_first, num_last = num_microbatches
     runs = _ShortRuns(replace(plan, num_microbatches=num_last), num_first, world_size, precision)
-    with warnings.catch_warnings():
-        # Reading addresses of fake tensors is harmless if code only compares them. FSDP2 warns again in the real run.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    with without_fake_warnings():
         messages = runs.messages()
         return tuple(runs.run(rank, messages) for rank in ranks)
 
@@ -70,7 +64,7 @@ class _ShortRuns:
 
     def run(self, rank: int, messages: Messages | None) -> DryRun:
         """Run a rank's step, and return a record that counts all layers."""
-        with self._placed(rank) as (plan, ctx):
+        with placed(self._plan_for, rank, self._world_size, self._precision) as (plan, ctx):
             stages = plan.model.program.stages_of(ctx.coordinate("regular", "pp"))
             marks = RepeatMarks(self._droppable(stages, kept=4))
             repeat: list[nn.Module] = []
@@ -88,32 +82,16 @@ class _ShortRuns:
             )
 
     def messages(self) -> Messages | None:
-        """Return the metadata of the messages between stages; `None` without a pipeline.
+        """Return the metadata of the messages between stages, which run with as few layers as possible."""
 
-        Stages run with as few layers as possible. If a stage sends a message of the same shapes and dtypes as it
-        receives, later stages are assumed to do the same.
-        """
-        program = self._plan.model.program
-        if len(program.ranks) == 1:
-            return None
-        outputs: dict[int, Any] = {}
-        payload: Any = None
-        for index, pipeline_rank in enumerate(program.stage_ranks[:-1]):
-            if index > 1 and outputs[index - 1] == outputs[index - 2]:
-                outputs[index] = outputs[index - 1]
-                continue
-            with self._placed(pipeline_rank * (self._world_size // len(program.ranks))) as (plan, ctx):
-                short = self._shortened(RepeatMarks(self._droppable(program.stages_of(pipeline_rank), kept=1)), [])
-                inputs = to_inputs(plan.task.inputs(fake_batch(plan, ctx, self._fake)))
-                stage = stages_on_fake(short, ctx, self._fake)[index]
-                with self._fake, answered():
-                    output = stage(*(inputs.first if index == 0 else (payload,)), **inputs.shared)
-                outputs[index] = stage_output(output)
-                payload = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), output)
-        return Messages(outputs)
+        def shortened(pipeline_rank: int) -> JobPlan:
+            stages = self._plan.model.program.stages_of(pipeline_rank)
+            return self._shortened(RepeatMarks(self._droppable(stages, kept=1)), [])
 
-    def _placed(self, rank: int) -> AbstractContextManager[tuple[JobPlan, DistributedContext]]:
-        return placed(lambda _: self._plan, rank, self._world_size, self._precision)
+        return stage_messages(self._plan_for, self._world_size, self._fake, self._precision, shortened=shortened)
+
+    def _plan_for(self, launch: Launch) -> JobPlan:
+        return self._plan
 
     def _whole(self, index: int) -> nn.Module:
         """Return a whole stage on `meta`."""

@@ -33,7 +33,7 @@ from d9d_state.safetensors_file import SafetensorsRecord, write_safetensors
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
     """Content of one save, except the tensor data. Only the main process's `run_id` and `state` are written."""
 

@@ -79,15 +79,22 @@ class TierReader:
         with self._failing_together(f"{self.folder} cannot be read"):
             records = self._records() if self.is_leader else []
         held = [
-            [record.share.step, record.save_id, record.share.num_ranks, record.rank, slot]
+            {
+                "step": record.share.step,
+                "save_id": record.save_id,
+                "num_ranks": record.share.num_ranks,
+                "part": record.rank,
+                "slot": slot,
+            }
             for slot, record in records
             if record.share.run_id == run_id
         ]
         found: dict[tuple[int, str], TierStep] = {}
         for rank, of_rank in enumerate(self._gather(held)):
-            for step, save_id, num_ranks, part, slot in of_rank:
-                each = found.setdefault((step, save_id), TierStep(step, save_id, num_ranks))
-                each.holders.setdefault(part, {})[self.hosts.of(rank)] = slot
+            for own in of_rank:
+                key = own["step"], own["save_id"]
+                each = found.setdefault(key, TierStep(*key, own["num_ranks"]))
+                each.holders.setdefault(own["part"], {})[self.hosts.of(rank)] = own["slot"]
         complete: list[TierStep] = []
         for _, each in sorted(found.items(), reverse=True):
             if missing := sorted(set(range(each.num_ranks)) - each.holders.keys()):
@@ -108,17 +115,18 @@ class TierReader:
         slot = self.folder / self._make_slot(found)
         records: list[RankRecord] = []
         mine = [rank for rank, host in chosen.items() if self.hosts.spread(host, rank) == self._rank]
-        texts: list[list[str]] = []
+        texts: list[dict[str, str]] = []
         with self._failing_together(f"step {found.step} could not be read", errors=(UserError, OSError)):
             for rank in mine:
-                names = [record_name(rank), rank_state_name(rank), *([STATE_NAME] if rank == 0 else [])]
-                texts.append([read_member(slot, name).decode() for name in names])
+                names = {"record": record_name(rank), "rank_state": rank_state_name(rank)}
+                names |= {"state": STATE_NAME} if rank == 0 else {}
+                texts.append({key: read_member(slot, name).decode() for key, name in names.items()})
         gathered = self._gather(texts)
         with self._failing_together(f"{slot} could not be written"):
-            for record, *states in (each for of_rank in gathered for each in of_rank):
-                records.append(RankRecord.parse(record.encode()))
+            for each in (each for of_rank in gathered for each in of_rank):
+                records.append(RankRecord.parse(each["record"].encode()))
                 if self.is_leader:
-                    write_states(slot, records[-1].rank, *states)
+                    write_states(slot, records[-1].rank, each)
         manifest = Manifest.joined([record.share for record in sorted(records, key=lambda record: record.rank)])
         with as_state_error("the records of the ranks are inconsistent", ValueError):
             manifest.check()

@@ -84,11 +84,12 @@ class TierWriter:
         received = self._exchange(texts)
         with failing_together(self._ctx, failed, group=self._group):
             for rank, text in received.items():
-                record, *states = json.loads(text)
-                write_states(slot, rank, *states)
+                part = json.loads(text)
+                write_states(slot, rank, part)
                 _files.fsync(slot / tensors_name(rank))
                 _files.fsync(slot)
-                _files.replace_file(slot / record_name(rank), record.encode())  # last: it completes the rank's part
+                # Last: the record completes the rank's part.
+                _files.replace_file(slot / record_name(rank), part["record"].encode())
                 _files.fsync(slot)
         self.slot = SLOTS[1 - SLOTS.index(self.slot)]
         with suppress(OSError):  # the next save, which overwrites the slot of the previous step, tries again
@@ -139,8 +140,9 @@ class TierWriter:
         )
         written = SafetensorsRecord(header, dict(zip(layout.starts, records, strict=True)))
         share = share_of_rank(job, rank, written, PartRecord.of(job.rank_state), PartRecord.of(job.state))
-        texts = [RankRecord(f"{self._life}-{job.step}", rank, share).dump(), job.rank_state, job.state]
-        return dump_json([text.decode() for text in (texts if rank == 0 else texts[:2])])
+        record = RankRecord(f"{self._life}-{job.step}", rank, share).dump()
+        texts = {"record": record, "rank_state": job.rank_state, **({"state": job.state} if rank == 0 else {})}
+        return dump_json({name: text.decode() for name, text in texts.items()})
 
     def _exchange(self, texts: bytes) -> dict[int, bytes]:
         """Send this rank's record and state to its peers; return its own and those of the replicas that it keeps."""
@@ -158,11 +160,12 @@ def _layout(plan: SavePlan, rank: int) -> FileLayout:
     )
 
 
-def write_states(slot: Path, rank: int, rank_state: str, state: str | None = None) -> None:
-    """Write a rank's own state, and the shared state if it is given; files with this content are not written again."""
-    for name, text in ((rank_state_name(rank), rank_state), (STATE_NAME, state)):
-        if text is not None and not ((slot / name).is_file() and (slot / name).read_bytes() == text.encode()):
-            _files.replace_file(slot / name, text.encode())
+def write_states(slot: Path, rank: int, texts: Mapping[str, str]) -> None:
+    """Write the `rank_state` of a rank, and the shared `state`, if any, unless the files have this content."""
+    for key, name in (("rank_state", rank_state_name(rank)), ("state", STATE_NAME)):
+        data = texts.get(key, "").encode()
+        if key in texts and not ((slot / name).is_file() and (slot / name).read_bytes() == data):
+            _files.replace_file(slot / name, data)
 
 
 def wait_all(works: Iterable[dist.Work | None]) -> None:

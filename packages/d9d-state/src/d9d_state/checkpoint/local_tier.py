@@ -86,9 +86,10 @@ class LocalTier:
         self.background.wait()
         reader, writer = self._connect(ctx)
         plan = self._planner.plan(tensors, ctx)
-        texts, copies = (b"", b""), dict[str, Tensor]()
+        state_text = rank_text = b""
+        copies: dict[str, Tensor] = {}
         try:
-            texts = dump_json(state), dump_json(rank_state)
+            state_text, rank_text = dump_json(state), dump_json(rank_state)
             if not self._is_settled:
                 kept = None if self._open is None else self._open.found
                 writer.slot = reader.forget_other_steps(kept, since=self._resumed_from)
@@ -97,7 +98,17 @@ class LocalTier:
         except Exception as error:  # any error: the background save reports it to the other ranks
             wait_copied = partial(_raise, error)
             self._is_settled = False
-        job = SaveJob(self.folder, run_id, step, None, mesh_shape(ctx), plan, *texts, ctx)
+        job = SaveJob(
+            folder=self.folder,
+            run_id=run_id,
+            step=step,
+            metric=None,
+            mesh=mesh_shape(ctx),
+            plan=plan,
+            state=state_text,
+            rank_state=rank_text,
+            ctx=ctx,
+        )
         self.background.start(f"saving step {step} in {self.folder}", lambda: writer.write(job, copies, wait_copied))
 
     def connect(self, ctx: DistributedContext | None = None) -> None:

@@ -437,11 +437,12 @@ class CheckpointStore:
         ctx: DistributedContext | None,
     ) -> SaveJob:
         """Wait for the previous save, encode the state, plan the tensors, and clear the final path. Collective."""
-        texts, folder, run_id, problem = (b"", b""), self.root, "", None
+        state_text = rank_text = b""
+        folder, run_id, problem = self.root, "", None
         is_alone = num_ranks(ctx) == 1
         try:
             self._background.wait()
-            texts = dump_json(state), dump_json(rank_state)
+            state_text, rank_text = dump_json(state), dump_json(rank_state)
             folder = self.root / folder_name(step)
             run_id = self._run_id.current() if is_main(ctx) else ""
         except (StateError, ValueError, OSError) as error:
@@ -451,7 +452,17 @@ class CheckpointStore:
         agree(problem, error=StateError, alone=ctx is None)
         plan = self._planner.plan(tensors, ctx)
         self._clear_path(folder, ctx)
-        return SaveJob(folder, run_id, step, _finite(metric, step), mesh_shape(ctx), plan, *texts, ctx)
+        return SaveJob(
+            folder=folder,
+            run_id=run_id,
+            step=step,
+            metric=_finite(metric, step),
+            mesh=mesh_shape(ctx),
+            plan=plan,
+            state=state_text,
+            rank_state=rank_text,
+            ctx=ctx,
+        )
 
     def _clear_path(self, folder: AnyPath, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` for an undamaged one. Collective.
