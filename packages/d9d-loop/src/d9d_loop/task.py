@@ -164,6 +164,13 @@ class InferenceTask(BatchTask):
         )
 
 
+def measured_loss(task: Task, metrics: Mapping[str, Metric], outputs: Any, batch: Any) -> Loss:
+    """Compute the loss of a microbatch, and update the task's metrics."""
+    loss = task.loss(outputs, batch)
+    task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
+    return loss
+
+
 def to_inputs(inputs: Inputs | Mapping[str, Any]) -> Inputs:
     """Convert the return value of `BatchTask.inputs` to `Inputs`."""
     return inputs if isinstance(inputs, Inputs) else Inputs(**inputs)

@@ -36,19 +36,10 @@ def agree_on_start(
     data: Mapping[str, Callable[[], JsonValue]] | None = None,
     health: HealthConfig | None = None,
 ) -> None:
-    """Raise the same error on all ranks if they cannot run one job together. Collective.
+    """Raise the same `UserError` on all ranks if they have other code, another configuration or other data. Collective.
 
-    Args:
-        resolved: Configuration of the job as JSON.
-        ctx: Distributed context of the job.
-        mistake: Error that this rank found in the job alone; all ranks raise it.
-        code: Digests of the user's code by name, which are compared.
-        data: Functions that return the identities of the data by name, called if the configurations agree.
-        health: Configuration of the health check, which is the last check; `None` for none.
-
-    Raises:
-        UserError: If a rank has a mistake, or other code, another configuration or other data.
-        HealthError: If a device or a link fails.
+    `resolved` is the configuration as JSON. A `mistake` that this rank has found alone is raised on all ranks. The
+    identities of the `data` are read if all else agrees. Then `check_health` runs, if it is configured.
     """
     agree(mistake, same={**(code or {}), "the configuration": dict(flatten(redact_secrets(resolved)))})
     if data is not None:
@@ -61,12 +52,7 @@ def agree_on_start(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """This rank's stages of a model with initial values, and what updates them.
-
-    Attributes:
-        average: Average of the weights; `None` for none.
-        guard: Calls the optimizer and decides on bad steps.
-    """
+    """This rank's stages of a model with initial values, their optimizer, its guard, and the average of the weights."""
 
     pipeline: Pipeline
     optimizer: Optimizer
@@ -87,11 +73,8 @@ def build_training(
 ) -> Training:
     """Build this rank's part of a planned model, seed the generators, and build the optimizer. Collective.
 
-    Parameters that several stages share are not yet copied to all of them: call `pipeline.shared.copy_values` when
-    their values are final. `compile_with` is a backend of `torch.compile`; `None` does not compile.
-
-    Raises:
-        UserError: See `build_pipeline`; also if `optimizer` does not return an optimizer.
+    Call `pipeline.shared.copy_values` when the values are final. `compile_with` is a backend of `torch.compile`.
+    Raises the errors of `build_pipeline`, and `UserError` if `optimizer` does not return an optimizer.
     """
     if (modes := describe_modes(plan.built.module)) is not None and ctx.is_main_process:
         print(modes)

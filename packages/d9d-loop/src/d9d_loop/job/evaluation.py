@@ -14,7 +14,7 @@ from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.isolation import evaluation_mode, seed_generators
-from d9d_loop.task import Task
+from d9d_loop.task import Task, measured_loss
 from d9d_metrics import WeightedMean, compute_metrics
 from d9d_pipeline import Inputs
 
@@ -80,9 +80,8 @@ class Evaluator:
         def take(outputs: Any, index: int, batch: Any) -> None:
             if index < self._num_real:
                 seed_generators(self._seed, "evaluation loss", self._jobs[index].position, device=True)
-                loss = self._task.loss(outputs, batch)
+                loss = measured_loss(self._task, metrics, outputs, batch)
                 mean_loss.update(loss.total, loss.weight)
-                self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
 
         with evaluation_mode(self._pipeline.model), closing(batches):
             self._pipeline.forward(batches, len(self._jobs), inputs=inputs, on_output=take)

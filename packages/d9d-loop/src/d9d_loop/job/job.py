@@ -1,10 +1,8 @@
 """Parts of a training job on one rank. The caller starts the process group and locks the run folder before."""
 
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from d9d_dist import DistributedContext, gather_json
 from d9d_loop.data import Share, StreamLoader
@@ -21,8 +19,8 @@ from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.resume_check import Progress
 from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
-from d9d_loop.task import Loss, LossFunction, Task
-from d9d_metrics import Metric, redact_secrets
+from d9d_loop.task import LossFunction, measured_loss
+from d9d_metrics import redact_secrets
 from d9d_state import CheckpointStore
 
 
@@ -112,7 +110,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         events=events,
         engine=engine,
         guard=guard,
-        loss=partial(_loss, task, metrics),
+        loss=partial(measured_loss, task, metrics),
         loader=loader,
         evaluate=_build_evaluator(plan, engine),
         state=state,
@@ -140,13 +138,6 @@ def build_engine(plan: JobPlan, training: Training, *, ctx: DistributedContext, 
         average=training.average,
         events=events,
     )
-
-
-def _loss(task: Task, metrics: Mapping[str, Metric], outputs: Any, batch: Any) -> Loss:
-    """Compute the loss of a microbatch, and update the task's metrics."""
-    loss = task.loss(outputs, batch)
-    task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
-    return loss
 
 
 def _build_loader(plan: JobPlan, ctx: DistributedContext) -> StreamLoader:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import ContextSplit, UserError, refuse_lost_writes
+from d9d_dist import ContextSplit, UserError, allocate, refuse_lost_writes
 from d9d_loop.data.batch_placement import row_multiple
 from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.evaluation_pass import SubsetStream
@@ -308,13 +308,7 @@ def _make_fake(model: nn.Module) -> bool:
     """Replace the parameters and buffers of a module by fake ones on the CPU; return False for tensor subclasses."""
     if any(type(each) not in {Tensor, nn.Parameter, nn.Buffer} for each in (*model.parameters(), *model.buffers())):
         return False
-    before = [
-        (module._parameters, name, each) for module in model.modules() for name, each in module._parameters.items()
-    ]
-    model.to_empty(device="cpu")
-    fakes: dict[Tensor | None, nn.Parameter | None] = {}
-    for parameters, name, parameter in before:  # tie the parameters that were tied
-        parameters[name] = fakes.setdefault(parameter, parameters[name])
+    allocate(model, device=torch.device("cpu"))
     return True
 
 

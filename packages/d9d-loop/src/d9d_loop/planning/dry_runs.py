@@ -262,14 +262,8 @@ def _drop_unused_state(optimizer: Optimizer, *_: Any) -> None:
 
 def _fewest_microbatches(pipeline: Pipeline, most: int) -> int:
     """Return the smallest number of microbatches that the pipeline's schedule supports, at most `most`."""
-    splits = pipeline.program(most).splits
-    for count in range(1, most):
-        try:
-            if pipeline.program(count).splits == splits:
-                return count
-        except UserError:
-            continue
-    return most
+    supports = partial(pipeline.supports, splits=pipeline.program(most).splits)
+    return next(filter(supports, range(1, most)), most)
 
 
 def representatives(plan: JobPlan, world_size: int) -> tuple[int, ...]:
