@@ -127,12 +127,15 @@ class StepDone(Event):
         grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device.
         learning_rate: Learning rate of the optimizer's first parameter group in this step.
         offloaded: `with event.offloaded():` offloads all training state to host memory for the body.
+        finish: Ends the job as complete, with its last checkpoint, evaluation and export. One rank may call it. With
+            several ranks, the job ends one or two steps later, or up to 2 * `resilience.stop.every` steps.
     """
 
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
     offloaded: Callable[[], AbstractContextManager[None]]
+    finish: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +170,13 @@ class EvaluationDone(Event):
         forward: Calls the model over all pipeline stages, as in `Finished`.
         track: Passes further values of this step to the trackers, such as samples of text (strings). Without effect on
             ranks other than the main process.
+        finish: Ends the job after this step, as complete, with its checkpoint and export. One rank may call it.
     """
 
     values: Mapping[str, float]
     forward: Callable[..., Any]
     track: Callable[[Mapping[str, Tracked]], None]
+    finish: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ CHANGED: dict[str, Any] = {
     "optimizer.betas": [0.5, 0.5],
     "optimizer.eps": 1e-3,
     "average": {"decay": 0.5},
+    "early_stopping": {"patience": 9},
+    "plateau": {"patience": 9},
     "lr_schedule.kind": "wsd",
     "lr_schedule.warmup_steps": 3,
     "lr_schedule.final_fraction": 0.5,

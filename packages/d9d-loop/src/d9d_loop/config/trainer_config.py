@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from d9d_dist import MeshConfig, PrecisionName
 from d9d_loop.config.config_source import parse_command_line
@@ -194,6 +194,35 @@ class CheckpointConfig(LocalTierConfig):
         )
 
 
+class WatchedConfig(Section):
+    """A value of the evaluations, and the number of evaluations without an improvement of it."""
+
+    by: str = Field(default="loss", description="Value of the evaluation: loss, or a metric of the task.")
+    patience: int = Field(default=3, ge=0, description="Number of evaluations without an improvement.")
+    min_delta: NonNegativeFloat = Field(
+        default=0.0, description="A value improves if it differs from the best one by more than this."
+    )
+    higher_is_better: bool = Field(default=False, description="A larger value of `by` is better.")
+
+
+class EarlyStoppingConfig(WatchedConfig):
+    """End of the job as complete, with its export, after `patience` evaluations in a row without an improvement."""
+
+    patience: PositiveInt = Field(default=3, description="Number of evaluations without an improvement.")
+
+
+class PlateauConfig(WatchedConfig):
+    """Reduction of the learning rate after more than `patience` evaluations in a row without an improvement.
+
+    The factors multiply `lr_schedule`, as torch's `ReduceLROnPlateau` with an absolute threshold.
+    """
+
+    factor: float = Field(default=0.1, gt=0, lt=1, description="Factor of the learning rate at each reduction.")
+    min_factor: float = Field(default=0.0, ge=0, lt=1, description="Smallest product of all factors.")
+    patience: int = Field(default=10, ge=0, description="Number of evaluations without an improvement.")
+    cooldown: int = Field(default=0, ge=0, description="Evaluations after a reduction that are not counted.")
+
+
 class EvaluationConfig(Section):
     """Interval and number of samples of evaluations."""
 
@@ -292,6 +321,8 @@ class TrainerConfig(JobConfig):
     gradients: GradientConfig = GradientConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    early_stopping: EarlyStoppingConfig | None = None
+    plateau: PlateauConfig | None = None
     logging: LoggingConfig = LoggingConfig()
     host: HostConfig = HostConfig()
     profile: ProfileConfig = ProfileConfig.model_validate({})

@@ -38,6 +38,15 @@ from d9d_state import (
 
 
 @dataclass(slots=True, config=ConfigDict(ser_json_inf_nan="strings"))
+class Patience:
+    """Best value of the evaluations, and the number of evaluations since then."""
+
+    best: float | None = None
+    waited: int = 0
+    cooldown: int = 0
+
+
+@dataclass(slots=True, config=ConfigDict(ser_json_inf_nan="strings"))
 class Record:
     """Progress of a training job.
 
@@ -48,8 +57,10 @@ class Record:
         weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
             tokens. Updated at each save; `None` before the first one.
         tracker: State of the trackers; set on the main process only.
-        learning_rate: Learning rate of the last step that was saved; `None` before the first save. Only compared on a
-            resume, because the learning rate is a function of the step.
+        learning_rate: Learning rate of the schedule in the last step that was saved; `None` before the first save. Only
+            compared on a resume, because the learning rate is a function of the step.
+        rate_factor: Factor of the learning rates, from reductions on a plateau.
+        ended: Number of planned steps of a job that ended early, as complete; else `None`.
     """
 
     step: int = 0
@@ -59,6 +70,10 @@ class Record:
     tracker: dict[str, JsonValue] = field(default_factory=dict)
     learning_rate: float | None = None
     evaluated: int = 0
+    early_stopping: Patience = field(default_factory=Patience)
+    plateau: Patience = field(default_factory=Patience)
+    rate_factor: float = 1.0
+    ended: int | None = None
 
     def quality(self, name: str) -> float | None:
         """Return a metric of this step's evaluation; `None` if it does not exist, NaN if the loss was not finite.

@@ -94,6 +94,8 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         trainable_only=config.checkpoint.trainable_only,
     )
     record = state.restore()
+    if record.ended != plan.steps:  # the job has another number of steps now
+        record.ended = None
     plan = plan.resumed_from(Progress(record.step, loader.position, loader.cursor_state))
     pipeline.shared.copy_values()
     events.emit(ModelReady(record.step, pipeline.model, ctx))

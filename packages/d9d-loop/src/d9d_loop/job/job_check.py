@@ -136,6 +136,7 @@ def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
 def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
     """Raise `UserError` if a retention option has no effect, or `best_by` is not a value of the evaluation."""
     checkpoint = config.checkpoint
+    _check_watched(config, task, evaluates=evaluates)
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         raise UserError(
             f"checkpoint.keep_every = {checkpoint.keep_every} is not a multiple of checkpoint.every = "
@@ -154,10 +155,7 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
                 "Set --checkpoint.keep_best 1, or --export true."
             )
         return
-    # New metrics can be computed without data, which yields the names of their values.
-    names = {"loss", *compute_metrics(task.metrics(), over=None)}
-    if not evaluates or checkpoint.best_by not in names:
-        found = f"evaluations measure {', '.join(sorted(names))}" if evaluates else "there are no evaluation data"
+    if (found := _unmeasured(checkpoint.best_by, task, evaluates=evaluates)) is not None:
         raise UserError(
             f"checkpoint.keep_best = {checkpoint.keep_best} by {checkpoint.best_by!r}, but {found}; expected a value "
             "of the evaluation. Change --checkpoint.best_by, pass evaluation data, or set keep_best to 0."
@@ -168,6 +166,26 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
             "so some checkpoints would be ranked by the evaluation of an earlier step; expected a multiple if "
             "keep_best is set."
         )
+
+
+def _check_watched(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
+    """Raise `UserError` if early stopping or a plateau watches a value that is not measured."""
+    for key in ("early_stopping", "plateau"):
+        watched = getattr(config, key)
+        if watched is not None and (found := _unmeasured(watched.by, task, evaluates=evaluates)) is not None:
+            raise UserError(
+                f"{key}.by = {watched.by!r}, but {found}; expected a value of the evaluation. Change --{key}.by, pass "
+                f"evaluation data, or remove {key}."
+            )
+
+
+def _unmeasured(name: str, task: Task, *, evaluates: bool) -> str | None:
+    """Return what is measured instead if evaluations do not measure a value of this name, else `None`."""
+    if not evaluates:
+        return "there are no evaluation data"
+    # New metrics can be computed without data, which yields the names of their values.
+    names = {"loss", *compute_metrics(task.metrics(), over=None)}
+    return None if name in names else f"evaluations measure {', '.join(sorted(names))}"
 
 
 def checkpoint_folder(config: TrainerConfig) -> str | Path:

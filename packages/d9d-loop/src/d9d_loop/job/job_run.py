@@ -25,11 +25,13 @@ from d9d_loop.events import (
 from d9d_loop.isolation import evaluation_mode, isolated_random
 from d9d_loop.job.garbage import garbage_collection
 from d9d_loop.job.job import Job
+from d9d_loop.job.reactions import react
 from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
 from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_finite, check_replicas, find_non_finite
 from d9d_loop.resilience.bad_steps import BadStepError
+from d9d_pipeline import Timeline
 from d9d_state import save_model_state
 
 
@@ -51,13 +53,13 @@ def run_job(job: Job) -> TrainResult | Stopped:
         job.profiler.step(ready)
         _evaluate_if_due(job)  # an earlier start ended after the save of this step, before the end of its evaluation
         batches: list[Any] = []
-        while record.step < plan.steps:
+        while record.step < plan.steps and record.ended is None:
             job.watchdog.beat(record.step + 1)
             before, batches = batches, _next_batches(job)
             # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
             timeline = engine.accumulate(batches, job.loss, num_own=job.loader.num_own, measured=is_measured)
-            engine.set_learning_rates(plan.lr_schedule(record.step))
+            engine.set_learning_rates(plan.lr_schedule(record.step) * record.rate_factor)
             result = engine.step()
             record.step = engine.num_steps
             if record.step == ready.step + 1:
@@ -67,17 +69,15 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 continue  # rolled back to a checkpoint
             job.state.store.raise_if_failed()
             offload = partial(_offloaded, job)
-            done = StepDone(record.step, result.loss, result.grad_norm, result.learning_rate, offload)
+            finish = job.stop.finish
+            done = StepDone(record.step, result.loss, result.grad_norm, result.learning_rate, offload, finish)
             events.emit(done)
             # Call it directly: the event bus saves and restores random and module states around each handler.
             job.profiler.step(done)
             collect_garbage(record.step)
             job.reports.step(result)
             job.journal.progress(record.step, saved=job.state.last_saved)
-            if timeline is not None and job.ctx.is_main_process:
-                with job.reports.not_training():
-                    title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
-                    draw_measured(timeline, config.run.dir, title=title)
+            _draw_measured(job, timeline)
             is_last = record.step == plan.steps
             if is_last and not job.guard.has_applied:
                 raise BadStepError(
@@ -89,13 +89,47 @@ def run_job(job: Job) -> TrainResult | Stopped:
             _evaluate_if_due(job)
             if plan.is_saved_locally_after(record.step):
                 _save_locally(job, result)
-            if (cause := job.stop.agreed() or slow_host) is not None and not is_last:
-                _save_to_leave(job, result, batches)
-                job.stop.leave()
-                return Stopped(cause, step=record.step)
+            if not is_last and (stopped := _end_if_agreed(job, result, batches, slow_host)) is not None:
+                return stopped
         with job.watchdog.phase("a save"):
             job.state.store.clear_tiers(job.ctx)
         return _finish(job)
+
+
+def _draw_measured(job: Job, timeline: Timeline | None) -> None:
+    if timeline is not None and job.ctx.is_main_process:
+        with job.reports.not_training():
+            title = f"{type(job.plan.model.schedule).__name__}, step {job.record.step} as measured"
+            draw_measured(timeline, job.plan.config.run.dir, title=title)
+
+
+def _end_if_agreed(job: Job, result: StepResult, batches: list[Any], slow_host: str | None) -> Stopped | None:
+    """End the job after its last completed step if a handler, an evaluation, a signal or a slow host asks to.
+
+    Return `Stopped` if the job is not complete. Collective.
+    """
+    cause = job.stop.agreed()
+    if job.stop.is_finished or job.record.ended is not None:
+        _end_early(job, result, batches)
+        return None
+    if (stop := cause or slow_host) is None:
+        return None
+    _save_to_leave(job, result, batches)
+    job.stop.leave()
+    return Stopped(stop, step=job.record.step)
+
+
+def _end_early(job: Job, result: StepResult, batches: list[Any]) -> None:
+    """Make the last completed step that of the job: save and evaluate it, unless the job rolls back. Collective."""
+    if _apply_decisions(job, batches, batches, settle=True):
+        return  # rolled back to a checkpoint
+    record = job.record
+    record.ended = job.plan.steps
+    job.state.finish()
+    if job.state.last_saved != record.step:
+        _save(job, result, background=False)
+    _evaluate_if_due(job)
+    job.state.amend(record, metric=record.quality(job.plan.config.checkpoint.best_by))
 
 
 def evaluate_job(job: Job) -> TrainResult:
@@ -171,7 +205,7 @@ def _offloaded(job: Job) -> Generator[None]:
 def _is_evaluation_due(job: Job) -> bool:
     """Return True if the last completed step is to be evaluated, and its evaluation is not done yet. Local."""
     step = job.record.step
-    is_due = step == job.plan.steps or step % job.plan.config.evaluation.every == 0
+    is_due = step == job.plan.steps or job.record.ended is not None or step % job.plan.config.evaluation.every == 0
     return job.evaluate is not None and is_due and job.record.evaluated != step
 
 
@@ -187,7 +221,14 @@ def _evaluate_if_due(job: Job) -> None:
         # A copy, so that a handler cannot change the record.
         values, forward = dict(record.evaluation), job.engine.pipeline.callable()
         with evaluation_mode(job.engine.model):
-            job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track))
+            asked: list[bool] = []
+            finish = partial(asked.append, True)
+            job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track, finish))
+        if any(gather_json(bool(asked), alone=job.ctx.world_size == 1)):
+            record.ended = job.plan.steps
+        if (why := react(record, job.plan.config)) is not None:
+            record.ended = job.plan.steps
+            job.reports.progress.line(f"the job ends at step {record.step}: {why}")
     with job.reports.not_training(), job.watchdog.phase("a save"):
         job.reports.flush()
         job.state.amend(record, metric=record.quality(job.plan.config.checkpoint.best_by))
@@ -369,4 +410,4 @@ def _export(job: Job, folder: Path) -> None:
             source=source,
             progress=config.logging.progress,
         )
-    job.events.emit(ModelExported(job.plan.steps, folder))
+    job.events.emit(ModelExported(job.record.step, folder))

@@ -131,7 +131,7 @@ class Reports:
                 dist.broadcast(throughput, src=0)
             self._record.weight_per_second = throughput.item()
             self._record.train_loss = result.loss.item()
-            self._record.learning_rate = result.learning_rate
+            self._record.learning_rate = result.learning_rate / self._record.rate_factor  # that of the schedule
             self.flush()
 
     def flush(self) -> None:

@@ -39,6 +39,8 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "checkpoint.best_by": "error",
         "evaluation": "none",
         "evaluation.num_samples": "reported",
+        "early_stopping": "reported",
+        "plateau": "reported",
         "logging": "none",
         "host": "none",
         "profile": "none",

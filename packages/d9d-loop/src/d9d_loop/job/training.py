@@ -147,9 +147,10 @@ def _resume_lines(job: Job) -> list[str]:
     if record.step == 0:  # a checkpoint of step 0
         return []
     rate = job.engine.peak_learning_rate * plan.lr_schedule(record.step - 1)
+    steps = plan.steps if record.ended is None else record.step
     before, now = job.state.optimizer_before, type(job.engine.optimizer).__qualname__
     other = [] if before in {None, now} else [f"  the optimizer was {before}, whose state is loaded, and now is {now}"]
-    return list(resume_messages(plan.config, record, [*plan.changes, *other], steps=plan.steps, rate=rate))
+    return list(resume_messages(plan.config, record, [*plan.changes, *other], steps=steps, rate=rate))
 
 
 @contextmanager

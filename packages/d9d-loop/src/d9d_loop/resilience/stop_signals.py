@@ -30,6 +30,7 @@ from d9d_loop.resilience.lost_terminal import drop_lost_terminal, terminals
 
 _Handler: TypeAlias = "signal._HANDLER"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_FINISH = Lost.LAUNCHER.value - 1  # above the numbers of signals: a job that is complete needs no restart
 _END = b"\0"  # 0 is not a signal number
 _FAILING_SECONDS = 10.0  # a launcher sends SIGKILL if a rank takes longer to report its failure (torchrun: after 30 s)
 
@@ -41,6 +42,9 @@ class StopSignals:
     Python allows signal handlers only in the main thread. In another thread, this rank catches no signals, but `agreed`
     still returns the signals of other ranks. The same holds for a signal that has a handler in native code, and for
     SIGHUP if it is ignored, as under `nohup`.
+
+    Attributes:
+        is_finished: True if a rank called `finish`, and all ranks agree to end the job as complete.
 
     Args:
         every: Number of calls of `agreed` between two all-reduces; equal on all ranks.
@@ -66,7 +70,7 @@ class StopSignals:
             raise UserError(f"got every = {every}; expected a positive number of steps.")
         self._rank, self._signals, self._every = ctx.rank, tuple(signals), every
         self._grace, self._repeat = grace, repeat.total_seconds()
-        self._received = 0
+        self._received, self.is_finished = 0, False
         self._terminals = terminals()
         self._num_calls = 0
         self._group = _host_group(ctx)
@@ -147,6 +151,10 @@ class StopSignals:
     def _lose_launcher(self) -> None:
         self._received = Lost.LAUNCHER.value
 
+    def finish(self) -> None:
+        """Ask all ranks to end the job as complete; `agreed` then sets `is_finished` on all of them."""
+        self._received = max(self._received, _FINISH)
+
     def agreed(self) -> signal.Signals | Lost | None:
         """Return the signal or the loss for which all ranks must stop now, or `None`. Equal on all ranks.
 
@@ -155,7 +163,7 @@ class StopSignals:
         * every` steps; with a single process, immediately.
         """
         if self._group is None:
-            return _signal(self._received)
+            return self._take(self._received)
         self._num_calls += 1
         if self._num_calls % self._every:
             return None
@@ -167,7 +175,11 @@ class StopSignals:
             return None
         value, work = answered
         work.wait()
-        return _signal(int(value))
+        return self._take(int(value))
+
+    def _take(self, number: int) -> signal.Signals | Lost | None:
+        self.is_finished = number == _FINISH
+        return None if self.is_finished else _signal(number)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self._received = number
