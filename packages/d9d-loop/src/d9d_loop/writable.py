@@ -1,4 +1,4 @@
-"""Check of a folder to write to, before a job starts."""
+"""Check of a folder to write to, before a job starts, and replacement of files."""
 
 import os
 from pathlib import Path
@@ -24,3 +24,13 @@ def check_writable(folder: Path, *, section: str = "run") -> None:
             f"{section} folder {folder}: {existing} {reason}. Choose another folder with --{section}.folder, or change "
             "permissions."
         )
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a text file atomically. If that fails, such as on a full disk, the earlier file stays."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +181,24 @@ def test_a_failed_job_has_a_report_and_an_entry_for_each_life(
     assert [life["command"] for life in lives] == [["train.py", "--hub.token", "<redacted>"]] * 2
     assert {"started", "ended", "host", "commit", "torch"} <= lives[0].keys()
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_full_disk_does_not_erase_the_report_and_the_lives(
+    tmp_path: Path, ctx: DistributedContext, time: _Time, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _Run(_config(tmp_path), ctx, time).reports:
+        pass
+    files = [tmp_path / "run" / name for name in ("environment.json", "report.html")]
+    before = [file.read_bytes() for file in files]
+
+    def write_a_part(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[:10].encode(encoding))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(Path, "write_text", write_a_part), _Run(_config(tmp_path), ctx, time).reports:
+        pass
+    assert "report.html could not be written: [Errno 28] No space left" in capsys.readouterr().out
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_job(

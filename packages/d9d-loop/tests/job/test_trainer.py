@@ -2,6 +2,9 @@ import math
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from d9d_loop import (
     BadStepFound,
     CheckpointSaved,
     ConfigReady,
+    DataReady,
     EvaluationDone,
     Event,
     Failed,
@@ -44,8 +48,9 @@ from d9d_loop import (
     TrainResult,
     validate_config,
 )
-from d9d_loop.resilience import Stopped
+from d9d_loop.resilience import ExitCode, Stopped, launcher_watch
 from d9d_loop.resilience.bad_steps import BadStepError
+from d9d_loop.resilience.launcher_watch import LAUNCHER
 from d9d_metrics import Metric, Sum, read_metrics
 from d9d_state import (
     CheckpointStore,
@@ -735,3 +740,23 @@ def test_a_stop_signal_saves_a_checkpoint_and_ends_the_job(tmp_path: Path, every
     _, weights = _weights(_trainer(tmp_path, steps=6, checkpoint=checkpoint))
     _, whole = _weights(_trainer(tmp_path / "whole", steps=6, checkpoint=checkpoint))
     _assert_same_bits(weights, whole)
+
+
+def test_a_launcher_that_is_lost_before_the_first_step_ends_the_job_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> None:  # in place of os._exit
+        if threading.current_thread() is threading.main_thread():
+            raise SystemExit(ExitCode.PEER_LOST)
+
+    launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv(LAUNCHER, str(launcher.pid))
+    monkeypatch.setattr(launcher_watch, "end_orphan", end)
+    trainer = _trainer(tmp_path, steps=6)
+    trainer.events.on(DataReady, lambda _: (launcher.kill(), launcher.wait()))
+    steps: list[int] = []
+    trainer.events.on(StepStarted, lambda started: steps.append(started.step))
+    with pytest.raises(SystemExit, match="125"):
+        trainer.train()
+    assert steps == []

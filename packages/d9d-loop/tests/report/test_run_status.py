@@ -1,10 +1,13 @@
+import errno
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from d9d_dist import DistributedContext
 from d9d_loop.job.journal import Journal
-from d9d_loop.report.run_status import describe_runs, main, read_status
+from d9d_loop.report.run_status import describe_runs, main, read_status, write_status
 
 
 def _status(folder: Path) -> dict[str, object]:
@@ -51,6 +54,20 @@ def test_the_command_prints_a_table_of_runs(
     status = read_status(tmp_path / "a")
     assert status is not None
     assert "no sign of life" in describe_runs([tmp_path / "a"], now=float(status["time"]) + 100)
+
+
+def test_a_failure_because_of_a_full_disk_is_in_the_status(tmp_path: Path, ctx: DistributedContext) -> None:
+    journal = Journal(tmp_path, ctx, steps=9, hosts=["a long name of a host that is overwritten"])
+    journal.started(0, "id")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(Path, "write_text", side_effect=full):  # no block is free for another file
+        journal.failed("StateError: No space left on device")
+        assert _status(tmp_path)["error"] == "StateError: No space left on device"
+        write_status(tmp_path, {"state": "failed"})
+    assert _status(tmp_path) == {"state": "failed"}
+    with mock.patch.object(Path, "write_text", side_effect=full), pytest.raises(FileNotFoundError):
+        write_status(tmp_path / "other", {"state": "failed"})
+    assert [path.name for path in tmp_path.iterdir()].count("other") == 0
 
 
 def test_a_path_that_is_no_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,11 @@
+import errno
 import itertools
 import json
 import math
+import os
 from io import FileIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -33,6 +36,16 @@ def test_writes_one_json_object_per_line(tmp_path: Path) -> None:
         '{"time": 100.5, "config": {"name": "größe", "mesh": {"dp": 2}}}\n'
         '{"step": 3, "time": 101.5, "loss": 2.0, "rate": 0.5}\n'
     )
+
+
+def test_a_resume_on_a_full_disk_keeps_the_file_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker_with_steps(path, 1, 2).close()
+    tracker, full = JsonlTracker(path), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("d9d_metrics.trackers._files.os.fsync", side_effect=full), pytest.raises(OSError, match="No space"):
+        tracker.resume(2)
+    assert steps_in(path) == [1, 2]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_line_is_in_the_file_when_log_returns(tmp_path: Path) -> None:

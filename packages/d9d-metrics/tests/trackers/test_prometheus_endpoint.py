@@ -1,4 +1,5 @@
 import socket
+import time
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -52,11 +53,31 @@ def test_a_configuration_serves_a_run_and_writes_no_files(tmp_path: Path) -> Non
     assert not (tmp_path / "mine").exists()
 
 
-def test_a_port_in_use_does_not_stop_a_job(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_port_of_another_run_is_taken_once_it_is_free(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = PrometheusTracker(run="other", port=0, host="127.0.0.1")
+    config = PrometheusTrackerConfig(port=other.port, host="127.0.0.1")
+    tracker = build_trackers([config], tmp_path / "mine")
+    tracker.resume(0)
+    for step in range(1, 4):
+        tracker.log(step, {"loss": 1.0 / step})
+    tracker.flush()
+    assert tracker.state_dict() == {}  # a checkpoint does not keep values that nobody will read
+    (message,) = caplog.messages
+    assert "Address already in use. Give each run of a host a port of its own." in message
+    other.close()
+    tracker.log(4, {"loss": 0.25})
+    with pytest.raises(URLError):  # the next attempt is due after some seconds
+        _scrape(config.port)
+    now = time.monotonic() + 10
+    monkeypatch.setattr("d9d_metrics.trackers.prometheus_endpoint.time.monotonic", lambda: now)
+    tracker.log(5, {"loss": 0.2})
+    found = _scrape(config.port)
+    assert (found["d9d_step"], found["d9d_loss"]) == (5, 0.2)
+    tracker.close()
+
+
+def test_a_tracker_without_a_port_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = PrometheusTrackerConfig(port=taken.getsockname()[1], host="127.0.0.1")
-        tracker = build_trackers([config], tmp_path)
-        tracker.log(1, {"loss": 1.0})
-        tracker.flush()
-        tracker.close()
-    assert "Address already in use" in caplog.text
+        PrometheusTracker(run="mine", port=taken.getsockname()[1], host="127.0.0.1").close()

@@ -68,6 +68,12 @@ def test_reads_environment_variables_of_the_process(monkeypatch: pytest.MonkeyPa
     assert redact_secrets({"command": "--key canary-of-the-process"}) == {"command": "--key <redacted>"}
 
 
+def test_the_current_folder_is_no_secret() -> None:
+    environment = {"PWD": "/home/me/project", "OLDPWD": "/home/me", "DB_PWD": "hunter2"}
+    config: dict[str, JsonValue] = {"folder": "/home/me/project/runs", "text": "hunter2 of /home/me"}
+    assert redact_secrets(config, environment) == {**config, "text": "<redacted> of /home/me"}
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

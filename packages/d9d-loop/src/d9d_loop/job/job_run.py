@@ -31,14 +31,15 @@ from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
 from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_finite, check_replicas, find_non_finite
 from d9d_loop.resilience.bad_steps import BadStepError
+from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_pipeline import Timeline
 from d9d_state import save_model_state
 
 
-def run_job(job: Job) -> TrainResult | Stopped:
+def run_job(job: Job, launcher: LauncherWatch) -> TrainResult | Stopped:
     """Run the remaining steps, and export the model. Return `Stopped` if a signal or a slow host ended the job.
 
-    Collective.
+    `launcher` watches until the first step. Collective.
 
     Raises:
         BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
@@ -52,6 +53,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
     with job.reports, job.loader, garbage as collect_garbage, job.watchdog, job.stop, job.profiler:
         job.profiler.step(ready)
         _evaluate_if_due(job)  # an earlier start ended after the save of this step, before the end of its evaluation
+        launcher.hand_over()  # from now on, `job.stop` watches the launcher: the steps are saved if it is gone
         batches: list[Any] = []
         while record.step < plan.steps and record.ended is None:
             job.watchdog.beat(record.step + 1)

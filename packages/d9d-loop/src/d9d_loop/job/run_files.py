@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from d9d_dist import DistributedContext, agree
 from d9d_loop.report.run_history import read_history
+from d9d_loop.writable import replace_text
 from d9d_metrics import peak_bytes, redact_command, redact_secrets
 from d9d_pipeline import Program, Timeline, plot_program, plot_simulation, simulate
 from d9d_state import StateError
@@ -46,12 +47,7 @@ def writes_together(folder: Path, ctx: DistributedContext) -> Generator[None]:
 def write_config(resolved: Mapping[str, JsonValue], folder: Path) -> None:
     """Write the configuration to `config.json`, without secrets. An existing file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / ".config.json.partial"
-    try:
-        partial.write_text(json.dumps(redact_secrets(resolved), indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder / "config.json")
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_text(folder / "config.json", json.dumps(redact_secrets(resolved), indent=2) + "\n")
 
 
 def draw_program(program: Program, folder: Path, *, title: str) -> None:
@@ -97,7 +93,7 @@ def write_environment(folder: Path, ctx: DistributedContext, *, started: datetim
     described["lives"] = [*_earlier_lives(path), life][-_MOST_LIVES:]
     if (history := read_history(folder)) is not None:
         described["history"] = asdict(history)
-    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(described, indent=2) + "\n")
 
 
 def _earlier_lives(path: Path) -> list[Any]:

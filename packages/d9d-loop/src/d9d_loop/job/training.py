@@ -89,8 +89,7 @@ def _train(
             _describe_start(job)
             if run is not None:
                 return run(job)
-            launcher.close()  # from now on, the steps watch the launcher, and save if it is gone
-            result = run_job(job)
+            result = run_job(job, launcher)
             if isinstance(result, Stopped):
                 job.journal.ended(result.step, result.cause)
             elif ctx.is_main_process:

@@ -9,6 +9,7 @@ from typing import Any
 from d9d_loop.report.run_folder import RunFolder, read_run
 from d9d_loop.report.run_history import RunHistory
 from d9d_loop.report.svg_chart import line_chart, timeline
+from d9d_loop.writable import replace_text
 
 _FIRST = ("loss", "learning_rate", "grad_norm")
 _STYLE = Path(__file__).with_name("report.css")
@@ -17,7 +18,7 @@ _STYLE = Path(__file__).with_name("report.css")
 def write_report(folder: Path) -> Path:
     """Write `report.html` of a run to its folder, and return the path. Replaces an earlier report."""
     path = folder / "report.html"
-    path.write_text(render_report([read_run(folder)]), encoding="utf-8")
+    replace_text(path, render_report([read_run(folder)]))
     return path
 
 

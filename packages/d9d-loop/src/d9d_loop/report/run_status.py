@@ -1,6 +1,7 @@
 """Status of a run for operators: a small file that a running job replaces, and the command `d9d-status`."""
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
 from d9d_loop.report.run_history import JOURNAL, read_journal
+from d9d_loop.writable import replace_text
 
 STATUS = "status.json"
 _STALE_SECONDS = 60.0  # a job replaces the file every 10 seconds while it trains
@@ -23,13 +25,19 @@ _FIRST_FAILURE = re.compile(r"[Rr]ank \d+ (failed before this rank|is missing): 
 
 
 def write_status(folder: Path, status: Mapping[str, Any]) -> None:
-    """Replace the status file of a run folder atomically. Raises `OSError` if that fails."""
-    partial = folder / f".{STATUS}.{os.getpid()}"
+    """Replace the status file of a run folder atomically; on a full disk, write to the blocks that it has.
+
+    Raises `OSError` if both fail.
+    """
+    text = json.dumps(status) + "\n"
     try:
-        partial.write_text(json.dumps(status) + "\n", encoding="utf-8")
-        partial.replace(folder / STATUS)
-    finally:
-        partial.unlink(missing_ok=True)
+        replace_text(folder / STATUS, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with (folder / STATUS).open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
 
 
 def write_failure(folder: Path, cause: str, *, is_first: bool = True) -> None:

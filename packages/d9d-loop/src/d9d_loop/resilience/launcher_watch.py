@@ -77,12 +77,21 @@ class LauncherWatch:
         """Stop watching."""
         self._end.set()
 
+    def hand_over(self) -> None:
+        """Stop watching, because another watch follows. If the launcher is gone, call the function in this thread."""
+        self.close()
+        if self._is_gone():
+            self._on_loss()
+
     def _watch(self) -> None:
-        assert self._launcher is not None
-        while self._launcher != _GONE and process_state(self._launcher) != "is gone":
+        while not self._is_gone():
             if self._end.wait(_SECONDS):
                 return
         self._on_loss()
+
+    def _is_gone(self) -> bool:
+        launcher = self._launcher
+        return launcher is not None and (launcher == _GONE or process_state(launcher) == "is gone")
 
 
 def end_orphan() -> None:

@@ -1,18 +1,24 @@
 """Prometheus tracker: the latest values of a run as text over HTTP, for a Prometheus server to scrape."""
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, final
+from threading import Thread
+from typing import TYPE_CHECKING, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from d9d_metrics.trackers._extras import require_package
-from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+_LOGGER = logging.getLogger("d9d.metrics")
+_RETRY_SECONDS = 10.0
 _INVALID = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -23,24 +29,30 @@ class PrometheusTracker(Tracker):
     Each number is a gauge `d9d_<name>` with the label `run`; other characters than letters, digits and `_` become `_`.
     `d9d_step` is the last logged step, and `d9d_updated_seconds` the Unix time at which it was logged. Histograms, text
     and images are skipped.
+
+    If the port is in use, such as by another run of the host, a warning says so, and `log` tries again every 10
+    seconds.
     """
 
     def __init__(self, *, run: str, port: int, host: str = "0.0.0.0") -> None:  # noqa: S104 - scraped from elsewhere
         """Start the server. Port 0 selects a free port.
 
-        Raises `UserError` if the package prometheus_client is missing, and `OSError` if the port is in use.
+        Raises `UserError` if the package prometheus_client is missing.
         """
         require_package("prometheus_client", extra="prometheus")
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
 
         self._run, self._registry = run, CollectorRegistry()
         self._gauges: dict[str, Callable[[float], None]] = {}
-        self._server, self._thread = start_http_server(port, host, self._registry)
+        self._port, self._host = port, host
+        self._server: tuple[WSGIServer, Thread] | None = None
+        self._has_warned, self._next = False, 0.0
+        self._listen()
 
     @property
     def port(self) -> int:
         """Port of the server."""
-        return self._server.server_port
+        return self._port if self._server is None else self._server[0].server_port
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
         """Set `d9d_step` to the step that the run resumes from."""
@@ -48,6 +60,8 @@ class PrometheusTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Replace the values of the names."""
+        if self._server is None and time.monotonic() >= self._next:
+            self._listen()
         for name, value in values.items():
             if not isinstance(value, Histogram | Text | Image):
                 self._set(name, value)
@@ -56,9 +70,26 @@ class PrometheusTracker(Tracker):
 
     def close(self) -> None:
         """Stop the server."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def _listen(self) -> None:
+        from prometheus_client import start_http_server
+
+        try:
+            self._server = start_http_server(self._port, self._host, self._registry)
+        except OSError as error:
+            self._next = time.monotonic() + _RETRY_SECONDS
+            if not self._has_warned:
+                _LOGGER.warning(
+                    "the prometheus tracker cannot listen on %s:%d and tries again: %s. Give each run of a host a port "
+                    "of its own.",
+                    *(self._host, self._port, error),
+                )
+            self._has_warned = True
 
     def _set(self, name: str, value: float) -> None:
         name = f"d9d_{_INVALID.sub('_', name)}"
@@ -88,11 +119,6 @@ class PrometheusTrackerConfig(BaseModel):
         """Raise a `UserError` with the command that installs the package if it is missing; do not import it."""
         require_package("prometheus_client", extra="prometheus")
 
-    def build(self, run_dir: Path) -> BackgroundTracker:
-        """Create the tracker. Values are stored nowhere, so there is no spool.
-
-        If the port is in use, the tracker tries again, and the job trains on.
-        """
-        self.check()
-        run = run_dir.resolve().name
-        return BackgroundTracker(lambda: PrometheusTracker(run=run, port=self.port, host=self.host), name=self.kind)
+    def build(self, run_dir: Path) -> PrometheusTracker:
+        """Create the tracker."""
+        return PrometheusTracker(run=run_dir.resolve().name, port=self.port, host=self.host)

@@ -30,6 +30,7 @@ _SECRET_TEXT = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 _MIN_SECRET_LENGTH = 6
+_FOLDERS = ("PWD", "OLDPWD")  # variables of shells
 # A name and its value in prose, in JSON or on a command line: password=X, "api_key": "X", --hub.token X.
 _NAME = (
     r"(?i:(?:password|passwd|passphrase|(?:db|user|smtp|proxy|redis)_pass|pwd|secret|credential|(?<!bos_|eos_|unk_|sep_|pad_|cls_|end_)(?<!mask_|stop_)token|signature"
@@ -58,7 +59,8 @@ def redact_secrets(
     Other secrets are not detected, so keep secrets in environment variables.
     """
     variables = os.environ if environment is None else environment
-    known = [value for name, value in variables.items() if _names_secret(name) and len(value) >= _MIN_SECRET_LENGTH]
+    names = [name for name in variables if _names_secret(name) and name not in _FOLDERS]
+    known = [variables[name] for name in names if len(variables[name]) >= _MIN_SECRET_LENGTH]
     return _redacted(dict(config), sorted(known, key=len, reverse=True))
 
 
