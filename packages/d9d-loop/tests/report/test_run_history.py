@@ -59,6 +59,26 @@ def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repe
     ]
 
 
+def test_no_time_passes_while_a_clock_is_set_back(tmp_path: Path) -> None:
+    folder = _journal(
+        tmp_path,
+        _step("started", 7200.0, 0),
+        _step("progress", 7210.0, 10),
+        _step("progress", 3620.0, 20),  # set back by an hour
+        _step("progress", 3630.0, 30),
+        _failed(3629.0, 1, "KeyError: 'x'"),  # a rank of another host, whose clock is a second behind
+        _step("started", 3640.0, 20),
+        _step("ended", 3660.0, 40, how="finished"),
+    )
+    history = read_history(folder)
+    assert history is not None
+    (interruption,) = history.interruptions
+    assert (interruption.detection_seconds, interruption.recovery_seconds) == (0.0, 30.0)
+    assert history.lives == [[(0.0, 0), (10.0, 10), (10.0, 20), (20.0, 30)], [(30.0, 20), (50.0, 40)]]
+    assert history.total_seconds == 50.0
+    assert history.effective_ratio == pytest.approx((20 * 2 / 3 + 20) / 50)
+
+
 def test_interruptions_by_a_signal_or_of_all_ranks_have_no_culprit(tmp_path: Path) -> None:
     folder = _journal(
         tmp_path,

@@ -54,6 +54,7 @@ def test_the_command_prints_a_table_of_runs(
     status = read_status(tmp_path / "a")
     assert status is not None
     assert "no sign of life" in describe_runs([tmp_path / "a"], now=float(status["time"]) + 100)
+    assert "100 s ahead of this clock" in describe_runs([tmp_path / "a"], now=float(status["time"]) - 100)
 
 
 def test_a_failure_because_of_a_full_disk_is_in_the_status(tmp_path: Path, ctx: DistributedContext) -> None:

@@ -9,6 +9,7 @@ the ETTR of Kokolis et al. 2024 (arXiv:2410.21680).
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -97,7 +98,7 @@ def _describe(each: Interruption) -> str:
 
 def read_history(folder: Path) -> RunHistory | None:
     """Return the history of a run folder, or `None` if it has no journal. Incomplete lines are skipped."""
-    records = read_journal(folder)
+    records = _in_order(read_journal(folder))
     lives: list[list[Mapping[str, Any]]] = []
     for record in records:
         if record["event"] == "started":
@@ -114,6 +115,23 @@ def read_history(folder: Path) -> RunHistory | None:
     begin = lives[0][0]["time"]
     points = [[(record["time"] - begin, record["step"]) for record in _course(life)] for life in lives]
     return RunHistory(total, useful / total if total > 0 else 1.0, interruptions, slow, points)
+
+
+def _in_order(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return records whose times never decrease.
+
+    While a clock is set back, or a job moves to a host whose clock is behind, no time passes. Ranks on other hosts
+    write the records of failures.
+    """
+    ordered: list[Mapping[str, Any]] = []
+    shift, last = 0.0, -math.inf
+    for record in records:
+        time = record["time"] + shift
+        if record["event"] != "failed":
+            shift += max(last - time, 0.0)
+            last = max(last, time)
+        ordered.append({**record, "time": max(last, time)})
+    return ordered
 
 
 def read_journal(folder: Path) -> list[Mapping[str, Any]]:

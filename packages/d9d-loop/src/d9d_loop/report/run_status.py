@@ -124,12 +124,14 @@ def _row_without_status(run: Path, now: float) -> tuple[str, ...]:
 
 
 def _age(time: object, now: float) -> float:
-    return max(now - time, 0.0) if isinstance(time, int | float) else math.inf
+    return now - time if isinstance(time, int | float) else math.inf
 
 
 def _ago(time: object, now: float) -> str:
     age = _age(time, now)
-    return "-" if math.isinf(age) else f"{age:.0f} s ago"
+    if age < -_STALE_SECONDS:
+        return f"{-age:.0f} s ahead of this clock"
+    return "-" if math.isinf(age) else f"{max(age, 0.0):.0f} s ago"
 
 
 def _shorten(error: object) -> str:
