@@ -53,6 +53,30 @@ def test_later_elements_do_not_change_a_state() -> None:
     assert shuffled.cursor(state).take(6) == following
 
 
+class _KeepsItsState:
+    """Numbers that start every later iteration from the loaded state, as `datasets.IterableDataset` does."""
+
+    def __init__(self) -> None:
+        self._start = self._next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self._start, 5):
+            self._next = number + 1
+            yield [number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = self._next = state["next"]
+
+
+def test_epochs_may_share_a_dataset_that_keeps_a_loaded_state() -> None:
+    shared = _KeepsItsState()
+    entries = assert_resumes_anywhere(IteratedStream(lambda epoch: shared, name="numbers"), 12)
+    assert [entry[0] for entry in entries] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
 def test_only_read_samples_are_transformed() -> None:
     stream = IteratedStream(CountedEpochs, name="numbers", transform=lambda element: {"x": element[0]})
     assert stream.cursor().take(2) == [[0], [1, 1]]

@@ -1,7 +1,7 @@
 """Stream over an iterable dataset, such as a streamed Hugging Face dataset."""
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol, final
@@ -67,8 +67,12 @@ class IteratedStream(SampleStream):
         return _IteratedCursor(self, state)
 
     def epoch(self, number: int) -> StatefulIterable:
-        """Return the data of an epoch. Data without a state that can be saved raise `UserError`."""
-        data = self._epoch(number)
+        """Return the data of an epoch. Data without a state that can be saved raise `UserError`.
+
+        The result is a shallow copy: a loaded state stays in a `datasets.IterableDataset`, and the function may return
+        the same one for each epoch.
+        """
+        data = copy(self._epoch(number))
         if not (hasattr(data, "state_dict") and hasattr(data, "load_state_dict")):
             raise UserError(
                 f"the data {self._name!r} of epoch {number} are a {type(data).__name__}; expected an iterable with the "
