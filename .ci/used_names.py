@@ -18,7 +18,9 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -45,6 +47,7 @@ def exports(init: str) -> dict[str, str]:
 def record(folder: str) -> None:
     """Record the names that this process, and the processes that it forks, use from now on."""
     recorder = _Recorder(Path(folder))
+    sys.setprofile = _set_profile
     execute = SourceFileLoader.exec_module
 
     def exec_module(self: SourceFileLoader, module: Any) -> None:
@@ -64,6 +67,15 @@ def record(folder: str) -> None:
             hook.exec_module = exec_test
 
     SourceFileLoader.exec_module = exec_module  # ty: ignore[invalid-assignment]
+
+
+def _set_profile(function: Any, set_profile: Any = sys.setprofile) -> None:
+    """Set the profile function of this thread; wait while another thread that starts does the same."""
+    while True:
+        try:
+            return set_profile(function)
+        except RuntimeError:  # "Cannot install a profile function while another profile function is being installed"
+            time.sleep(0)
 
 
 class _Recorder:
@@ -89,9 +101,9 @@ class _Recorder:
         return _Importing(self._imports)
 
     def _watch(self, module: str, name: str) -> None:
-        value = getattr(sys.modules[module], name)
         if hasattr(sys.modules[module], "__path__"):
             return  # a folder of the package, whose `__init__.py` names the module that defines the name
+        value = getattr(sys.modules[module], name)
         if _is_alias(value, f"{module}:{name}"):
             return
         codes = list(_codes(value))
@@ -111,8 +123,16 @@ class _Recorder:
         def create(cls: type, *args: Any, **kwargs: Any) -> Any:
             self._write(name)
             new = super(kind, cls).__new__  # ty: ignore[invalid-super-argument]
-            return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+            if new is not object.__new__:
+                return new(cls, *args, **kwargs)
+            if (args or kwargs) and cls.__init__ is object.__init__:
+                raise TypeError(f"{cls.__name__}() takes no arguments")  # as without this function
+            return new(cls)
 
+        with suppress(ValueError):  # a class of C without a signature
+            signature = inspect.signature(kind)
+            first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)
+            create.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # ty: ignore[unresolved-attribute]
         kind.__new__ = create  # ty: ignore[invalid-assignment]
 
     def _on_call(self, frame: FrameType, event: str, _argument: object) -> None:

@@ -95,6 +95,11 @@ class WeightPerItem(Regression):
         return Loss(outputs.sum(), weight=torch.ones(8, 1))
 
 
+class TruthValue(Regression):
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Any:
+        return Loss.sum(outputs, True)
+
+
 class Typo(Regression):
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Any:
         return Loss(F.mse_los(outputs, batch["y"]), weight=1)  # ty: ignore[missing-attribute] - the mistake
@@ -149,6 +154,12 @@ class Frozen(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
+
+
+class Complex(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(1, dtype=torch.complex128))
 
 
 class Provider(ModelProvider):
@@ -207,6 +218,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "loss is a number": ({"task": PythonNumber()}, [], r"total of a float; expected a 0-dim tensor"),
     "weight 0": ({"task": NoWeight()}, [], r"returned weight = 0; expected a positive number"),
     "weight per item": ({"task": WeightPerItem()}, [], r"weight of a tensor of shape \[8, 1\]; .* mask\.sum\(\)"),
+    "truth value as weight": ({"task": TruthValue()}, [], r"got weight = True of a Loss; expected the number of the summed items"),
     "typo in the loss": ({"task": Typo()}, [], r"fails in Typo\.loss: AttributeError: .*\n.*test_mistakes\.py, line \d+, in loss:"),
     "metric that does not exist": ({"task": MetricTypo()}, [], r"MetricTypo\.update_metrics: KeyError: 'accuracy'"),
     "inputs has no return": ({"task": NoReturn()}, [], r"NoReturn\.inputs returned None \(is a return missing\?\); expected a dict"),
@@ -239,6 +251,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "fewer samples than the batch": ({"data": SAMPLES[:5]}, [], r"global_size = 8, but the training data have 5 samples.*global_size 5 or less"),
     "samples of several shapes": ({"data": RAGGED}, [], r"fails in collating the first samples: .*(\n.*)*or pass collate="),
     "dataset that fails": ({"data": Fails()}, [], r"fails in reading sample \d+: FileNotFoundError: .*absent\.pt.*\n.*in __getitem__"),
+    "sample that is None": ({"data": [None, *SAMPLES]}, ["--data.shuffle", "false"], r"fails in collating the first samples: TypeError: .*\. sample 0 is None; expected a value \(is a return missing"),
+    "value of a sample that is None": ({"data": [{**SAMPLES[0], "y": None}, *SAMPLES]}, ["--data.shuffle", "false"], r"\['y'\] of sample 0 is None; expected a value"),
+    "parameter of complex128": ({"model": Complex()}, [], r"a trained parameter cannot be saved: turn: safetensors files do not support torch\.complex128; use complex64"),
     "V schedule without a pipeline": ({}, ["--pipeline.schedule", "zbv"], r"zbv has 2 stages on each rank, but mesh\.pipeline_parallel = 1"),
     "pipeline of a module": ({"model": Mlp(), "world": 2}, ["--mesh.pipeline_parallel", "2"], r"got 2 pipeline stages, but the model is a Mlp that is already built"),
     "context parallelism with a task that cannot split": ({"world": 2}, ["--mesh.context_parallel_shard", "2"], r"Regression cannot split a batch over them; expected a method Regression\.split_sequence"),

@@ -1,8 +1,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
+from d9d_dist import UserError
 from d9d_loop import Loss, Task
 from d9d_loop.task import to_inputs
 from d9d_pipeline import Inputs
@@ -31,3 +33,9 @@ def test_a_mapping_is_passed_as_keyword_arguments() -> None:
 def test_inputs_objects_are_returned_unchanged() -> None:
     inputs = Inputs(1, y=2)
     assert to_inputs(inputs) is inputs
+
+
+@pytest.mark.parametrize("weight", [True, torch.tensor(True)])
+def test_a_truth_value_is_no_weight(weight: Any) -> None:
+    with pytest.raises(UserError, match=r"got weight = (True|a bool tensor) of a Loss; expected the number of the sum"):
+        Loss(torch.ones(()), weight)

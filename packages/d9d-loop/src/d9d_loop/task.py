@@ -25,7 +25,7 @@ class Loss:
 
     Attributes:
         total: 0-dim tensor: the loss *summed* over the samples, elements or unmasked tokens of the microbatch.
-        weight: Number of the summed items, or their total weight. Must not be negative.
+        weight: Number of the summed items, or their total weight. Must not be negative, and no truth value.
         tokens: Values per token [B, L] by name, such as log-probabilities, that `Engine.forward_backward` returns in
             the order of its inputs. Gradients do not flow through them.
     """
@@ -33,6 +33,16 @@ class Loss:
     total: torch.Tensor
     weight: torch.Tensor | float
     tokens: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        is_flag = weight.dtype == torch.bool if isinstance(weight, torch.Tensor) else isinstance(weight, bool)
+        if is_flag:
+            shown = weight if isinstance(weight, bool) else "a bool tensor"
+            raise UserError(
+                f"got weight = {shown} of a Loss; expected the number of the summed items. Use labels.numel(), or "
+                "mask.sum()."
+            )
 
     @classmethod
     def sum(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from d9d_loop.data import SubsetStream
+from d9d_loop.data import DataError, SubsetStream
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 
@@ -46,6 +46,22 @@ def test_reads_the_batches_in_order_and_ends(num_workers: int) -> None:
         assert all(batch["is_placed"] for batch in read)
         assert [batch["drawn"].tolist() for batch in read] == [batch["drawn"].tolist() for batch in here]
         assert next(batches, None) is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (None, r"sample 2 \(position 2 of the global order\) is None; expected a value"),
+        ({"value": None}, r"\['value'\] of sample 2 \(position 2 of the global order\) is None"),
+    ],
+)
+def test_a_sample_that_is_none_is_named(missing: Any, message: str) -> None:
+    samples = [{"value": 0}, {"value": 1}, missing, {"value": 3}]
+    reader = SampleReader(SubsetStream(samples), default_collate)
+    with pytest.raises(DataError, match=rf"the 4 samples from sample 0 .* could not be collated: .*\. {message}"):
+        reader(ReadJob(0, [0, 1, 2, 3]))
+    kept = SampleReader(SubsetStream(samples), lambda each: default_collate([one for one in each if one]))
+    assert missing is not None or len(kept(ReadJob(0, [0, 1, 2, 3]))["value"]) == 3
 
 
 def test_reading_batches_does_not_change_the_random_state_of_the_model() -> None:

@@ -58,6 +58,26 @@ def test_calls_that_need_weights_are_refused_while_offloaded(call: str, tmp_path
         take_step(engine)
 
 
+def test_scores_of_another_model_need_a_function_that_reads_them(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        with pytest.raises(UserError, match=r"forward has no argument `scores`; .* pass `read` to `score`"):
+            engine.score(BATCHES)
+        assert len(engine.score(BATCHES, _read)) == len(BATCHES)
+
+
+def test_an_optimizer_that_needs_a_closure_is_an_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"LBFGS\.step needs the argument closure; expected an optimizer that updates"),
+        Engine.open(
+            config_of(tmp_path),
+            model=lambda stage: nn.Linear(3, 2),
+            task=TASK,
+            optimizer=lambda model: torch.optim.LBFGS(model.parameters()),
+        ),
+    ):
+        pass
+
+
 def test_scores_have_no_dropout_and_draw_no_random_numbers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     with Engine.open(config_of(tmp_path), model=lambda stage: model, task=TASK) as engine:

@@ -227,6 +227,41 @@ def test_the_last_batches_are_rehearsed_too(
             rehearse(trainer.plan_for(Launch()))
 
 
+class _Penalty(nn.Sequential):
+    """Gradient in forward, with torch's error in a forked process of one that has threads of autograd."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of nn.Sequential
+        if os.getpid() != _PID:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+        return super().forward(input)
+
+
+_PID = os.getpid()
+
+
+def test_a_gradient_in_forward_that_the_forked_process_cannot_compute_is_accepted(tmp_path: Path) -> None:
+    values = {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}, "trackers": (), "export": False}
+    data = [{"x": torch.ones(3), "y": torch.ones(1)}] * 4
+    trainer = Trainer(TrainerConfig.model_validate(values), model=_Penalty(nn.Linear(3, 1)), data=data, task=_Labeled())
+    rehearse(trainer.plan_for(Launch()))
+
+
+def test_modules_in_evaluation_mode_are_rehearsed_in_it(tmp_path: Path) -> None:
+    values = {"epochs": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}, "trackers": (), "export": False}
+    for norm, message in (
+        (nn.BatchNorm1d(3), "Expected more than 1 value per channel"),
+        (nn.BatchNorm1d(3).eval(), None),
+    ):
+        model = nn.Sequential(nn.Linear(3, 3), norm)
+        data = [{"x": torch.ones(3), "y": torch.ones(3)}] * 9
+        trainer = Trainer(TrainerConfig.model_validate(values), model=model, data=data, task=_Labeled())
+        if message is None:
+            rehearse(trainer.plan_for(Launch()))
+        else:
+            with pytest.raises(UserError, match=message):
+                rehearse(trainer.plan_for(Launch()))
+
+
 @pytest.mark.parametrize(("num_samples", "is_found"), [(8, False), (9, True), (11, False)])
 def test_batch_norms_and_an_epoch_that_ends_with_stand_ins_are_an_error(
     tmp_path: Path, num_samples: int, is_found: bool

@@ -61,6 +61,27 @@ def test_other_ranks_keep_the_structure() -> None:
     assert built.digests.keys() == built.tensors.keys()
 
 
+class _Frozen(nn.Sequential):
+    """Keeps its batch norm in evaluation mode, as detectors do."""
+
+    def train(self, mode: bool = True) -> "_Frozen":
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("keep_values", [False, True])
+def test_modules_that_override_train_are_in_the_mode_that_they_choose(is_late: bool, keep_values: bool) -> None:
+    def build(stage: StageInfo) -> nn.Module:
+        return nn.Sequential(_Frozen(nn.BatchNorm1d(3), nn.Dropout()), nn.Sequential(nn.Dropout().eval()))
+
+    provider = FunctionProvider(build, late_init=is_late)
+    built = build_model(provider, StageInfo(), seed=0, keep_values=keep_values).module
+    modes = {name: module.training for name, module in built.named_modules()}
+    assert modes == {"": True, "0": True, "0.0": False, "0.1": True, "1": True, "1.0": False}
+
+
 class _OnMeta(ModelProvider):
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self._make = build

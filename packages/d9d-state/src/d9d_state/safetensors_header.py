@@ -69,7 +69,9 @@ _METADATA = re.compile(
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a dtype; raise `ValueError` if there is none."""
     if dtype not in _NAME_OF_DTYPE:
-        todo = "pass torch.view_as_real(tensor)" if dtype.is_complex else "cast the tensor to another dtype first"
+        todo = "cast the tensor to another dtype first"
+        if dtype.is_complex:
+            todo = "use complex64, or pass torch.view_as_real(tensor)"
         raise ValueError(f"safetensors files do not support {dtype}; {todo}.")
     return _NAME_OF_DTYPE[dtype]
 

@@ -20,6 +20,8 @@ def test_tensors_that_cannot_be_saved_are_found_before_a_save() -> None:
         check_saveable({"a": 1.0})  # ty: ignore[invalid-argument-type]
     with pytest.raises(ValueError, match=r"a is sparse \(torch.sparse_coo\); expected a dense tensor"):
         check_saveable({"a": torch.eye(2).to_sparse()})
+    with pytest.raises(ValueError, match=r"^a: safetensors files do not support torch\.complex128; use complex64, or"):
+        check_saveable({"a": torch.ones(2, dtype=torch.complex128)})
 
 
 def test_one_process_writes_everything() -> None:

@@ -1,8 +1,10 @@
 """Reader of the samples of a batch. Errors name the sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
+
+from torch.utils import _pytree as pytree
 
 from d9d_loop.data.data_random import seed_collate_random, seed_data_random
 from d9d_loop.data.sample_stream import Entry, SampleStream
@@ -61,9 +63,21 @@ class SampleReader:
         try:
             return self._collate(samples)
         except Exception as error:
+            names = list(map(job.describe, range(len(samples))))
             raise DataError(
-                f"the {len(samples)} samples from {job.describe(0)} on could not be collated: {_describe(error)}"
+                f"the {len(samples)} samples from {names[0]} on could not be collated: {_describe(error)}"
+                + describe_none(samples, names)
             ) from error
+
+
+def describe_none(samples: Sequence[Any], names: Sequence[str]) -> str:
+    """Return a sentence about the first `None` in samples that `collate` does not accept; empty without one."""
+    for sample, name in zip(samples, names, strict=True):
+        for path, leaf in pytree.tree_flatten_with_path(sample)[0]:
+            if leaf is None:
+                place = f"{pytree.keystr(path)} of {name}" if path else name
+                return f". {place} is None; expected a value (is a return missing in the dataset?)."
+    return ""
 
 
 def _describe(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Optimizer of a training: how it is built, and whether it can continue from the state of another class."""
 
+import inspect
 from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from functools import partial
@@ -28,11 +29,21 @@ def optimizer_provider(
 
 
 def check_optimizer(built: object) -> Optimizer:
-    """Return what an optimizer provider has built. Raise `UserError` if it is no optimizer."""
+    """Return what an optimizer provider has built. Raise `UserError` if it is no optimizer, or needs a closure."""
     if not isinstance(built, Optimizer):
         raise UserError(
             f"the function that builds the optimizer returned a {type(built).__name__}; expected a "
             "torch.optim.Optimizer of the model's parameters."
+        )
+    required = [
+        name
+        for name, argument in inspect.signature(built.step).parameters.items()
+        if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
+    ]
+    if required:
+        raise UserError(
+            f"{type(built).__name__}.step needs the argument {required[0]}; expected an optimizer that updates the "
+            "parameters from their gradients. Use another optimizer: a job does not run the step again in a closure."
         )
     return built
 

@@ -42,7 +42,7 @@ from d9d_loop.job.resume_check import (
 )
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.compiled_model import check_backend
-from d9d_loop.model.model_check import check_trained_dtypes
+from d9d_loop.model.model_check import check_parameters_are_saveable, check_trained_dtypes
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -184,6 +184,7 @@ def plan_job(
     rest = rest_of_epoch(config, data, steps)
     check_batch_norm(whole, config, rest=rest, dp_size=dp_size, microbatch_size=microbatch_size)
     check_trained_dtypes(whole)
+    check_parameters_are_saveable(whole)
     if data.draws:
         check_repeatable(partial(first_batch, _NUM_REPEATED), num_workers=config.data.num_workers)
         if evaluation_data is not None:

@@ -24,7 +24,8 @@ from d9d_loop.data.batch_placement import row_multiple
 from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
-from d9d_loop.data.sample_stream import SampleStream
+from d9d_loop.data.sample_reader import describe_none
+from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.sum_check import check_sum
@@ -34,9 +35,10 @@ from d9d_metrics.sync import named_tensors
 from d9d_pipeline import Inputs
 
 _SECONDS = 20.0
+_COLLATING = "collating the first samples"
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
-_JOB = ("process group", "accelerator", "forked", "gpu", "triton")
-"""Words in error messages of code that needs the running job: its process group, or a kernel of its device."""
+_JOB = ("process group", "accelerator", "forked", "fork-based", "gpu", "triton")
+"""Words in messages of code that needs the running job: its process group, autograd's threads, or its device."""
 _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "numpy", "subclass", "symbolic")
 """Words in messages of `RuntimeError` and `TypeError` that only fake tensors raise, and not a real step."""
 
@@ -91,7 +93,8 @@ class _Rehearsal:
             try:
                 self._which = which
                 is_evaluation = stream is not self._plan.stream
-                self._model.train(not is_evaluation)
+                if is_evaluation:
+                    self._model.eval()  # the last batches; those of the training run in the modes of the built model
                 batch = self._read(stream, size)
                 with torch.set_grad_enabled(not is_evaluation):
                     outputs = self._run(batch)
@@ -100,7 +103,7 @@ class _Rehearsal:
             except UserError as error:
                 return str(error)
             except _UserCodeError as failure:
-                if not _is_limit(failure.error):
+                if not _is_limit(failure.error, is_fake=failure.is_fake):
                     return self._describe(failure)
         return ""
 
@@ -125,8 +128,12 @@ class _Rehearsal:
         seed_data_random(plan.config.seed, position=0)
         first = stream is plan.stream and size == plan.microbatch_size
         entries = plan.first_entries() if first else stream.cursor().take(size)
-        samples = [_call(f"reading sample {entry!r:.60}", stream.read, entry) for entry in entries]
-        batch = _call("collating the first samples", plan.data.collate, samples)
+        names = [f"sample {entry!r:.60}" for entry in entries]
+        samples = [_read(stream, entry, name) for entry, name in zip(entries, names, strict=True)]
+        try:
+            batch = plan.data.collate(samples)
+        except Exception as error:
+            raise _UserCodeError(_COLLATING, error, note=describe_none(samples, names), is_fake=False) from None
         self._batch = _describe_tree(batch)
         if self._multiple > 1:
             batch, _ = _call(f"{self._name}.pad_sequence", self._task.pad_sequence, batch, self._multiple)
@@ -186,7 +193,7 @@ class _Rehearsal:
 
     def _describe(self, failure: "_UserCodeError") -> str:
         error = failure.error
-        what = f"{type(error).__name__}: {error}".rstrip(". \n")
+        what = f"{type(error).__name__}: {error}".rstrip(". \n") + failure.note.rstrip(".")
         lines = [f"the {self._which} fails in {failure.phase}: {what}.", *describe_frames(user_frames(error))]
         remedy = f"The batch is {self._batch}. {self._remedy(failure)}" if self._batch else _remedy_of_data(failure)
         return "\n".join([*lines, remedy])
@@ -224,11 +231,20 @@ class _FirstRank:
 
 @final
 class _UserCodeError(Exception):
-    """Exception of the user's code in a phase of the rehearsal."""
+    """Exception of the user's code in a phase of the rehearsal; `is_fake` if it may have run on fake tensors."""
 
-    def __init__(self, phase: str, error: Exception) -> None:
+    def __init__(self, phase: str, error: Exception, *, note: str = "", is_fake: bool = True) -> None:
         super().__init__(phase)
-        self.phase, self.error = phase, error
+        self.phase, self.error, self.note, self.is_fake = phase, error, note, is_fake
+
+
+def _read(stream: SampleStream, entry: Entry, name: str) -> Any:
+    try:
+        return stream.read(entry)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _UserCodeError(f"reading {name}", error, is_fake=False) from None
 
 
 def _call(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +304,7 @@ class _SameDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_limit(error: BaseException) -> bool:
+def _is_limit(error: BaseException, *, is_fake: bool) -> bool:
     """Return True if an exception may come from the fake tensors themselves, or from the missing process group."""
     chain: BaseException | None = error
     while chain is not None:
@@ -298,7 +314,8 @@ def _is_limit(error: BaseException) -> bool:
             return True
         if any(word in str(chain).lower() for word in _JOB):
             return True
-        if isinstance(chain, RuntimeError | TypeError) and any(word in str(chain).lower() for word in _LIMITS):
+        is_raised_by_fakes = is_fake and isinstance(chain, RuntimeError | TypeError)
+        if is_raised_by_fakes and any(word in str(chain).lower() for word in _LIMITS):
             return True
         chain = chain.__cause__ or chain.__context__
     return False
@@ -318,7 +335,7 @@ def _eager() -> Any:
 
 
 def _remedy_of_data(failure: "_UserCodeError") -> str:
-    if failure.phase.startswith("collating"):
+    if failure.phase == _COLLATING:
         return (
             "The default collate function stacks tensors and numbers of equal shape. Make the shapes of all samples "
             "equal, or pass collate=, a function from a list of samples to a batch."

@@ -93,6 +93,7 @@ def build_with_values(
             numpy.random.seed(seed % 2**32)
         module = provider.build(stage)
     module.zero_grad()
+    _set_own_modes(module)
     return module, built_values(module, ignore_meta=provider.initial_weights is not None)
 
 
@@ -147,6 +148,7 @@ def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -
 def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:
     with torch.device("meta"), _Writes() as writes:
         module = provider.build(stage)
+    _set_own_modes(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lost = [f"  {name} already has values" for name, tensor in tensors if not tensor.is_meta]
     lost += [f"  {name} is written to outside of reset_parameters" for name, tensor in tensors if writes.lost(tensor)]
@@ -158,6 +160,13 @@ def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:
             "the build sets, or set them in reset_parameters of the module that owns them."
         )
     return module
+
+
+def _set_own_modes(model: nn.Module) -> None:
+    """Call `train` of modules that override it, as a training loop does: they may keep parts in evaluation mode."""
+    for module in model.modules():
+        if module.training and type(module).train is not nn.Module.train:
+            module.train()
 
 
 _DRAWS = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}

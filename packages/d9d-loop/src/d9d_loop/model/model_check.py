@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json, writes_to_rows
-from d9d_state import TensorInfo, model_tensors
+from d9d_state import TensorInfo, check_saveable, model_tensors
 
 
 def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
@@ -45,6 +45,14 @@ def check_trained_dtypes(model: nn.Module) -> None:
             "because the squares of gradients below 2.4e-4, and an optimizer's eps of 1e-8, are 0 in float16. Use "
             "float32 parameters: model.dtype = float32 in a text job, dtype=torch.float32 of hugging_face_model."
         )
+
+
+def check_parameters_are_saveable(model: nn.Module) -> None:
+    """Raise `UserError` if a checkpoint cannot store a trained parameter, such as one of complex128."""
+    try:
+        check_saveable({name: each for name, each in model.named_parameters() if each.requires_grad})
+    except ValueError as error:
+        raise UserError(f"a trained parameter cannot be saved: {error}") from None
 
 
 def describe_precision(model: nn.Module, *, computes_in_bfloat16: bool) -> str | None:

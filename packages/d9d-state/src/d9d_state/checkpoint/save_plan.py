@@ -73,6 +73,10 @@ def check_saveable(tensors: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` if a value is no tensor, or a tensor that a checkpoint cannot store."""
     for name, tensor in tensors.items():
         _key(name, tensor)
+        try:
+            dtype_name(tensor.dtype)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 def local_parts(tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
