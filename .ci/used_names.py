@@ -47,7 +47,7 @@ def exports(init: str) -> dict[str, str]:
 def record(folder: str) -> None:
     """Record the names that this process, and the processes that it forks, use from now on."""
     recorder = _Recorder(Path(folder))
-    sys.setprofile = _set_profile
+    sys.setprofile = _set_profile  # ty: ignore[invalid-assignment]
     execute = SourceFileLoader.exec_module
 
     def exec_module(self: SourceFileLoader, module: Any) -> None:
@@ -132,7 +132,7 @@ class _Recorder:
         with suppress(ValueError):  # a class of C without a signature
             signature = inspect.signature(kind)
             first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)
-            create.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # ty: ignore[unresolved-attribute]
+            create.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # ty: ignore[missing-attribute]
         kind.__new__ = create  # ty: ignore[invalid-assignment]
 
     def _on_call(self, frame: FrameType, event: str, _argument: object) -> None:
