@@ -8,8 +8,10 @@ from d9d_dist.errors import check_choice
 if TYPE_CHECKING:
     import torch
 
-PrecisionName: TypeAlias = Literal["auto", "parameters", "bfloat16"]
-"""Dtype in which a job computes: the parameters' dtype, bfloat16, or (auto) bfloat16 on accelerators only."""
+PrecisionName: TypeAlias = Literal["auto", "parameters", "bfloat16", "autocast"]
+"""Dtype in which a job computes: the parameters' dtype, bfloat16, or (auto) bfloat16 on accelerators only.
+
+autocast: each operator in the dtype that `torch.autocast` chooses for bfloat16, with parameters in their own dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Precision:
 
 
 def precision_of_job(name: PrecisionName, device: "torch.device") -> Precision | None:
-    """Return the precision for a name on a device; `None` to compute and reduce in the dtype of the parameters.
+    """Return the precision for a name on a device; `None` to gather and reduce in the dtype of the parameters.
 
     With bfloat16, parameters and optimizer state keep their dtype, and gradients are reduced in float32. An unknown
     name raises `UserError`.
@@ -37,6 +39,6 @@ def precision_of_job(name: PrecisionName, device: "torch.device") -> Precision |
     check_choice("precision", name, PrecisionName)
     import torch  # noqa: PLC0415 - configurations need no torch
 
-    if name == "parameters" or (name == "auto" and device.type == "cpu"):
+    if name in ("parameters", "autocast") or (name == "auto" and device.type == "cpu"):
         return None
     return Precision(compute=torch.bfloat16, reduce=torch.float32)

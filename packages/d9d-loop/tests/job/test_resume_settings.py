@@ -39,6 +39,8 @@ CHANGED: dict[str, Any] = {
     "optimizer.eps": 1e-3,
     "average": {"decay": 0.5},
     "early_stopping": {"patience": 9},
+    "freeze": ["bias"],
+    "activation_checkpointing": ".*",
     "plateau": {"patience": 9},
     "lr_schedule.kind": "wsd",
     "lr_schedule.warmup_steps": 3,

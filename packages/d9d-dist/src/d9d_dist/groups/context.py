@@ -39,6 +39,7 @@ class DistributedContext(AbstractContextManager["DistributedContext"]):
         hosts_store: True if this process hosts the job's store, which other ranks cannot reach after the process ends.
         store_place: Location of the job's store for messages, e.g. "rank 0 on node0:29500".
         precision: Precision of the job, which `parallelize_decoder` and model providers use by default.
+        is_autocast: True if the job runs its model under `torch.autocast` in bfloat16.
         logger: Logger that adds the rank to its messages.
     """
 
@@ -53,6 +54,7 @@ class DistributedContext(AbstractContextManager["DistributedContext"]):
         self.timeouts = timeouts
         self.device = _device(launch)
         self.precision = precision_of_job(precision, self.device)
+        self.is_autocast = precision == "autocast"
         self.logger = _RankLogger(logging.getLogger("d9d"), {"rank": self.rank, "world_size": self.world_size})
         self._domains = domains
         # On an accelerator, all-to-alls of tokens overlap with all-gathers of weights; gloo's collectives block anyway.

@@ -24,7 +24,8 @@ TrainingPrecision: TypeAlias = Annotated[
     PrecisionName,
     Field(
         description="Dtype of forward and backward. bfloat16: with float32 parameters and gradient sums. parameters: "
-        "the dtype of the parameters. auto: bfloat16 on accelerators, parameters on CPUs."
+        "the dtype of the parameters. autocast: that of torch.autocast in bfloat16 for each operator. auto: bfloat16 "
+        "on accelerators, parameters on CPUs."
     ),
 ]
 InitialWeights: TypeAlias = Annotated[
@@ -331,6 +332,14 @@ class TrainerConfig(JobConfig):
         default=(JsonlTrackerConfig(),), description="Trackers that receive the metrics."
     )
     initial_weights: InitialWeights = None
+    freeze: tuple[str, ...] = Field(
+        default=(), description="Regular expressions, searched in the names of parameters, which are not trained."
+    )
+    activation_checkpointing: str | None = Field(
+        default=None,
+        description="Modules whose activations are recomputed in backward: blocks, for the modules of the outermost "
+        "lists of modules, or a regular expression for their whole names; null: none.",
+    )
     compile: str | None = Field(
         default=None,
         description="Backend of `torch.compile` for the model's forward, such as inductor; null: no compilation.",

@@ -27,6 +27,7 @@ from d9d_loop.model.model_check import (
     describe_tensors,
     sum_gradients,
 )
+from d9d_loop.model.model_options import autocast_stage
 from d9d_loop.model.model_plan import ModelPlan
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_pipeline import Messages
@@ -82,6 +83,7 @@ def parallelize_stages(plan: ModelPlan, ctx: DistributedContext) -> dict[int, nn
         stage = whole.module
         if num_stages > 1:
             stage = build_model(provider, StageInfo(index, num_stages), seed=seed, keep_values=False).module
+            plan.options.apply(stage)
         if not provider.late_init and ctx.world_size == 1:
             move_values(stage, ctx.device)
         if batch_group is not None and batch_group.size() > 1:
@@ -96,6 +98,8 @@ def parallelize_stages(plan: ModelPlan, ctx: DistributedContext) -> dict[int, nn
         check_unchanged(stage, built)
         check_parallelized(stage, ctx)
         sum_gradients(stage)
+        if ctx.is_autocast:
+            autocast_stage(stage, ctx.device, is_last=index == num_stages - 1)
         stages[index] = stage
     check_experts_are_shared_out(stages.values(), ctx)
     return stages

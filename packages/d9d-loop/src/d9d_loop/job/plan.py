@@ -43,6 +43,7 @@ from d9d_loop.job.resume_check import (
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_check import check_parameters_are_saveable, check_trained_dtypes
+from d9d_loop.model.model_options import ModelOptions
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -178,6 +179,7 @@ def plan_job(
         seed=config.seed,
         task=task,
         first_batch=first_batch,
+        options=ModelOptions(config.freeze, config.activation_checkpointing),
     )
     whole = layout.built.module
     check_trainable(whole)

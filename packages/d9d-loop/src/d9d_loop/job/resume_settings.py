@@ -48,6 +48,8 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "resilience.bad_steps": "reported",
         "trackers": "none",
         "initial_weights": "reported",
+        "freeze": "reported",
+        "activation_checkpointing": "layout",
         "compile": "reported",
         "rehearsal": "none",
         "export": "none",

@@ -7,6 +7,7 @@ from typing import Any
 
 from d9d_dist import Launch, MeshConfig, StageInfo, UserError
 from d9d_loop.model.built_model import BuiltModel, build_model
+from d9d_loop.model.model_options import ModelOptions
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.model.stage_check import build_stages, check_chain, check_parts
 from d9d_loop.task import BatchTask, to_inputs
@@ -19,6 +20,7 @@ class ModelPlan:
     """Checked layout of a model over the ranks of a job.
 
     Attributes:
+        options: Changes of the model and of its stages after each build.
         mesh: Degrees of parallelism, with -1 resolved.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
         weights: Folder of the initial weights, if any.
@@ -27,6 +29,7 @@ class ModelPlan:
     """
 
     provider: ModelProvider
+    options: ModelOptions
     seed: int
     launch: Launch
     mesh: MeshConfig
@@ -83,6 +86,7 @@ def plan_model(
     seed: int,
     task: BatchTask,
     first_batch: Callable[[], Any] | None,
+    options: ModelOptions | None = None,
 ) -> ModelPlan:
     """Build the model without its values, and check that it can be trained or run in a layout. No collectives.
 
@@ -112,6 +116,9 @@ def plan_model(
             f"{num_ranks}."
         ) from None
     built = build_model(provider, StageInfo(), seed=seed, keep_values=launch.world_size == 1)
+    options = options or ModelOptions()
+    options.check(built.module)
+    options.apply(built.module)
     shared_names: Mapping[str, tuple[int, ...]] = {}
     if program.num_stages > 1:
         try:
@@ -128,6 +135,7 @@ def plan_model(
             check_chain(built.module, stages, to_inputs(task.inputs(first_batch())), program.stage_ranks)
     return ModelPlan(
         provider=provider,
+        options=options,
         seed=seed,
         launch=launch,
         mesh=mesh,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from d9d_dist import Launch, UserError, planned_accelerator
+from d9d_dist import Launch, PrecisionName, UserError, planned_accelerator
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.planning.decoder_shape import DecoderShape
@@ -227,7 +227,8 @@ def plan_cluster(
     fewer, shown = shown_microbatches(plan)
     first, *others = representatives(plan, world_size)
     ranks = [first, *([others[0], others[-1]] if len(others) > 1 else others)]
-    precision = "parameters" if plan.config.precision == "parameters" else "bfloat16"
+    chosen = plan.config.precision
+    precision: PrecisionName = chosen if chosen in ("parameters", "autocast") else "bfloat16"
     with planned_accelerator():
         runs = short_runs(
             plan, ranks=ranks, world_size=world_size, num_microbatches=(fewer, shown), precision=precision

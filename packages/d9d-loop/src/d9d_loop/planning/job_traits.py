@@ -40,7 +40,7 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
         pointwise="compiled" if run.is_compiled or plan.config.compile is not None else "eager",
         groups_experts=any("grouped_mm" in name for name in operators) or "bmm" in operators,
         dropout=any("dropout" in name for name in operators),
-        weight_bytes=run.dtype.itemsize if plan.config.precision == "parameters" else 2,
+        weight_bytes=run.dtype.itemsize if plan.config.precision in ("parameters", "autocast") else 2,
         stored_weight_bytes=run.parameter_bytes / run.num_parameters,
         # Averages over all parameters; frozen ones have neither gradients nor optimizer state.
         gradient_bytes=run.gradient_bytes / run.num_parameters,
@@ -82,7 +82,7 @@ def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: Deco
         found.append("the job's own dispatch of experts (timed as an all-to-all)")
     if any("scaled_mm" in name or "scaled_grouped_mm" in name for name in operators):
         found.append("products in float8 (timed as bfloat16)")
-    if plan.config.precision == "parameters" and run.dtype != torch.bfloat16:
+    if plan.config.precision in ("parameters", "autocast") and run.dtype != torch.bfloat16:
         found.append(f"products in {run.dtype} (timed as bfloat16)".replace("torch.", ""))
     if run.num_trainable < run.num_parameters:
         frozen = 1 - run.num_trainable / run.num_parameters
