@@ -68,12 +68,12 @@ AXES = {
 FEATURES = {**LAYOUTS, **OPTIONS}
 INTRODUCTION = """# Support matrix
 
-Generated from the rows of [the oracle](oracle.md). A row trains a model for several steps in a layout, and compares
+Generated from the rows of [the oracle](testing.md#the-oracle). A row trains a model for several steps in a layout, and compares
 losses, every gradient, the norm and every parameter with one process, in float64.
 
 - **proven**: a row of the oracle has both features, and CI runs it, some rows only every night.
 - **refused**: the combination is an error with a message, before anything starts.
-- *open*: no check refuses the combination, and no row compares it. [The oracle](oracle.md) can compare your
+- *open*: no check refuses the combination, and no row compares it. [The oracle](testing.md#the-oracle) can compare your
   model in it.
 - empty: one of the two does not occur with the other by its nature.
 

@@ -10,7 +10,7 @@ from page_files import PAGE_FILES
 from snippets import MAIN_GUARD, blocks, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
-_WITHOUT_SNIPPETS = {"comparison.md", "decisions.md", "glossary.md", "releasing.md"}
+_WITHOUT_SNIPPETS = {"comparison.md", "glossary.md"}
 _WITH_OTHER_LIBRARIES = {"coming_from.md"}  # shows code of other libraries, which does not run
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in _WITHOUT_SNIPPETS)
 PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("README.md"))]
@@ -41,7 +41,7 @@ def test_every_guide_has_snippets_and_all_of_them_run(page: Path) -> None:
         assert all(block.runs for block in shown)
 
 
-@pytest.mark.parametrize("page", ["find_your_way.md", "decisions.md"])
+@pytest.mark.parametrize("page", ["find_your_way.md", "comparison.md"])
 def test_files_that_a_page_names_exist_and_define_the_names(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     sources = [*ROOT.glob("packages/*/src/**/*"), *ROOT.glob("integration_tests/**/*.py")]
