@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from d9d_dist import DistributedContext, UserError
+from d9d_dist.failures.first_failure import Failure
 from d9d_loop.job.earlier_run import EarlierRun, read_earlier_run
 from d9d_loop.job.journal import Journal
 from d9d_loop.report.run_history import JOURNAL, read_history
@@ -104,3 +105,15 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path, c
 def test_secrets_in_a_cause_are_not_recorded(tmp_path: Path, ctx: DistributedContext) -> None:
     Journal(tmp_path, ctx).failed("OSError: https://me:canary@host/data?token=canary2")
     assert _records(tmp_path)[0]["cause"] == "OSError: https://<redacted>@host/data?token=<redacted>"
+
+
+def test_a_failure_names_the_rank_that_failed_first_with_its_host(tmp_path: Path, ctx: DistributedContext) -> None:
+    journal = Journal(tmp_path, ctx, hosts=["b", "a", "b"])
+    journal.failed("no progress", Failure(2, "OSError: https://me:canary@host\nin line 3"))
+    journal.failed("no progress", Failure(7, "gone"))
+    assert [record["first"] for record in _records(tmp_path)] == [
+        {"rank": 2, "host": "b", "cause": "OSError: https://<redacted>@host"},
+        {"rank": 7, "host": None, "cause": "gone"},
+    ]
+    journal.started(0, "id")
+    assert (read_status(tmp_path) or {})["hosts"] == ["a", "b"]

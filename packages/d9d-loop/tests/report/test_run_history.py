@@ -5,7 +5,7 @@ import pytest
 
 from d9d_loop.report.run_history import JOURNAL, Interruption, read_history
 
-GONE = "RuntimeError: Connection reset by peer\nRank 2 failed before this rank: its process 7 on node1 is gone."
+GONE = {"rank": 2, "host": "node1", "cause": "its process 7 on node1 is gone."}
 
 
 def _journal(folder: Path, *records: dict[str, object]) -> Path:
@@ -18,8 +18,8 @@ def _step(event: str, time: float, step: int, **more: object) -> dict[str, objec
     return {"event": event, "time": time, "step": step, **more}
 
 
-def _failed(time: float, rank: int, cause: str) -> dict[str, object]:
-    return {"event": "failed", "time": time, "rank": rank, "host": "node0", "cause": cause}
+def _failed(time: float, rank: int, cause: str, **more: object) -> dict[str, object]:
+    return {"event": "failed", "time": time, "rank": rank, "host": "node0", "cause": cause, **more}
 
 
 def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repeated(tmp_path: Path) -> None:
@@ -29,8 +29,8 @@ def test_an_interruption_has_the_cause_of_most_ranks_and_the_steps_that_are_repe
         _step("progress", 110.0, 1),
         _step("progress", 140.0, 40),
         _failed(142.0, 1, "RuntimeError: Connection reset by peer"),
-        _failed(143.0, 0, GONE),
-        _failed(143.5, 3, GONE),
+        _failed(143.0, 0, "RuntimeError: Connection reset by peer", first=GONE),
+        _failed(143.5, 3, "RuntimeError: Connection reset by peer", first=GONE),
         _step("started", 160.0, 30),
         _step("progress", 165.0, 31),
         _step("ended", 200.0, 50, how="finished"),
@@ -95,39 +95,35 @@ def test_interruptions_by_a_signal_or_of_all_ranks_have_no_culprit(tmp_path: Pat
     assert history.effective_ratio == pytest.approx(10 / 40)
 
 
-def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
-    hang = "no progress for 3.0 s.\nRank 1 is missing: it is in a step, step 3, in no collective, at task.py:66."
-    folder = _journal(tmp_path, _step("started", 0.0, 0), _failed(5.0, 0, hang), _step("started", 9.0, 0))
-    history = read_history(folder)
-    assert history is not None
-    assert history.interruptions[0].rank == 1
-    assert history.interruptions[0].cause == "it is in a step, step 3, in no collective, at task.py:66."
-
-
 def test_a_folder_without_a_journal_has_no_history(tmp_path: Path) -> None:
     assert read_history(tmp_path) is None
 
 
 @pytest.mark.parametrize(
-    ("rank", "cause", "host"),
+    ("rank", "first", "expected"),
     [
-        (0, "KeyError: 'in the task'", "node0"),
-        (1, "DistError\nRank 2 failed before this rank: its process on node7 does not answer: killed, or", "node7"),
-        (
-            1,
-            "no progress.\nRank 2 is missing: it does not answer; its process is stopped, or n-2.b is down or",
-            "n-2.b",
-        ),
-        (1, "no progress.\nRank 2 is missing: it is in a step.", None),
+        (0, None, (0, "node0", "KeyError: 'in the task'")),
+        (1, {"rank": 2, "host": "node7", "cause": "it is in a step."}, (2, "node7", "it is in a step.")),
+        (1, {"rank": 2, "host": None, "cause": "it is in a step."}, (2, None, "it is in a step.")),
+        (1, {"rank": "2", "host": None, "cause": "damaged"}, (1, "node0", "KeyError: 'in the task'")),
     ],
 )
-def test_the_host_of_the_culprit_is_in_its_report_or_in_the_cause(
-    rank: int, cause: str, host: str | None, tmp_path: Path
+def test_the_culprit_is_the_first_failure_of_a_record_or_its_own_rank(
+    rank: int, first: object, expected: tuple[int, str | None, str], tmp_path: Path
 ) -> None:
-    folder = _journal(tmp_path, _step("started", 0.0, 0), _failed(5.0, rank, cause), _step("started", 9.0, 0))
-    history = read_history(folder)
+    failed = _failed(5.0, rank, "KeyError: 'in the task'\nRank 9 failed before this rank: a text", first=first)
+    history = read_history(_journal(tmp_path, _step("started", 0.0, 0), failed, _step("started", 9.0, 0)))
     assert history is not None
-    assert history.interruptions[0].host == host
+    (found,) = history.interruptions
+    assert (found.rank, found.host, found.cause) == expected
+
+
+def test_the_host_of_the_culprit_is_that_of_its_own_record(tmp_path: Path) -> None:
+    victim = _failed(5.0, 1, "Connection closed", first={"rank": 0, "host": "before", "cause": "KeyError: 'x'"})
+    own = _failed(5.1, 0, "KeyError: 'x'")
+    history = read_history(_journal(tmp_path, _step("started", 0.0, 0), victim, own, _step("started", 9.0, 0)))
+    assert history is not None
+    assert (history.interruptions[0].rank, history.interruptions[0].host) == (0, "node0")
 
 
 def test_stragglers_are_listed_with_their_step(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ NODE_FOLDER = "D9D_NODE_FOLDER"
 FIRST_FAILURE_FILE = "first_failure"
 """File in this folder: the rank that failed first, a line break, and its exit code; empty if that is unknown."""
 
+_NAMED = "d9d_first_failure"  # attribute of the error of a rank that did not fail first
 _EXIT_CODE = "d9d/exit_code/{}"  # store key with the exit code of a rank that has published a failure
 _NUM_READ = "d9d/num_failure_read"  # number of ranks that are done with the store, including ended ranks
 _LONGEST = 500  # maximum length of a message in characters; longer messages are truncated
@@ -36,6 +38,13 @@ _STORE_SECONDS = 5.0  # time limit for all requests of a report, and for keeping
 _POLL_SECONDS = 0.02
 # Part of the source path in gloo's error messages. Gloo raises plain RuntimeErrors, NCCL raises DistErrors.
 _GLOO = "/gloo/"
+
+
+class Failure(NamedTuple):
+    """Rank that failed, and its error or the state of its process."""
+
+    rank: int
+    text: str
 
 
 def report_failure(error: BaseException, *, rank: int, world_size: int, store_place: str) -> None:
@@ -69,10 +78,8 @@ def within(seconds: float, use_store: Callable[[], None]) -> bool:
     return has_succeeded.is_set()
 
 
-def publish_failure(
-    store: dist.Store, rank: int, text: str, *, code: int | None = None, num_ended: int = 0
-) -> tuple[int, str]:
-    """Publish a failure unless another one was published before; return rank and text of the first failure.
+def publish_failure(store: dist.Store, rank: int, text: str, *, code: int | None = None, num_ended: int = 0) -> Failure:
+    """Publish a failure unless another one was published before; return the first failure.
 
     `code` is the exit code of the rank, if known. `num_ended` is the number of ranks that have ended without a report,
     and so will not read this failure.
@@ -86,22 +93,22 @@ def publish_failure(
     return _tell_launcher(store, _parse(first))
 
 
-def first_failure(store: dist.Store) -> tuple[int, str] | None:
-    """Return rank and text of the first failure, or `None`."""
+def first_failure(store: dist.Store) -> Failure | None:
+    """Return the first failure, or `None`."""
     if not store.check([FIRST_FAILURE]):
         return None
     return _tell_launcher(store, _parse(store.get(FIRST_FAILURE).decode(errors="replace")))
 
 
-def _tell_launcher(store: dist.Store, first: tuple[int, str]) -> tuple[int, str]:
+def _tell_launcher(store: dist.Store, first: Failure) -> Failure:
     """Write the first failure for the launcher of this node, once; return it."""
     path = Path(os.environ.get(NODE_FOLDER, ""), FIRST_FAILURE_FILE)
     if NODE_FOLDER in os.environ and not path.exists():
-        key = _EXIT_CODE.format(first[0])
+        key = _EXIT_CODE.format(first.rank)
         code = store.get(key).decode() if store.check([key]) else ""
         with suppress(OSError):
             new = path.with_suffix(f".{os.getpid()}")  # several ranks may write
-            new.write_text(f"{first[0]}\n{code}", encoding="utf-8")
+            new.write_text(f"{first.rank}\n{code}", encoding="utf-8")
             new.replace(path)
     return first
 
@@ -121,11 +128,17 @@ def exit_code_of(error: BaseException) -> int:
             return 1
 
 
-def name_first_failure(error: BaseException, first: tuple[int, str], *, rank: int) -> None:
-    """Add the first failure to the notes of this rank's error, once, unless this rank failed first."""
-    note = f"Rank {first[0]} failed before this rank: {first[1]}"
-    if first[0] != rank and note not in getattr(error, "__notes__", ()):
+def name_first_failure(error: BaseException, first: Failure, *, rank: int) -> None:
+    """Add the first failure to this rank's error and its notes, once, unless this rank failed first."""
+    note = f"Rank {first.rank} failed before this rank: {first.text}"
+    if first.rank != rank and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+        vars(error)[_NAMED] = first
+
+
+def named_failure(error: BaseException) -> Failure | None:
+    """Return the first failure that `name_first_failure` has added to an error; `None` if there is none."""
+    return vars(error).get(_NAMED)
 
 
 def describe(error: BaseException) -> str:
@@ -185,11 +198,11 @@ def _report(store: dist.Store, error: BaseException, rank: int, world_size: int)
             "is down or cut off from the network."
         )
         return
-    if first[1] != text:
+    if first.text != text:
         name_first_failure(error, first, rank=rank)
 
 
-def _cause(store: dist.Store, rank: int, world_size: int) -> tuple[int, str] | None:
+def _cause(store: dist.Store, rank: int, world_size: int) -> Failure | None:
     """Return the first published failure; if a local rank's process has ended or is stopped, publish that as a failure.
 
     Returns `None` if neither is found in time.
@@ -206,6 +219,6 @@ def _cause(store: dist.Store, rank: int, world_size: int) -> tuple[int, str] | N
     return None
 
 
-def _parse(failure: str) -> tuple[int, str]:
+def _parse(failure: str) -> Failure:
     rank, _, text = failure.partition("\n")
-    return int(rank), text
+    return Failure(int(rank), text)

@@ -5,7 +5,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from d9d_dist.failures.first_failure import first_failure, leave_store, publish_failure
+from d9d_dist.failures.first_failure import Failure, first_failure, leave_store, publish_failure
 from d9d_dist.failures.peers import Peer, hosts_of, peers_here
 from d9d_dist.groups.context import DistributedContext
 
@@ -42,8 +42,8 @@ class SideChannel:
         """Return True if all keys have a text. A single request to the store."""
         return self._texts.check(list(keys))
 
-    def first_failure(self) -> tuple[int, str] | None:
-        """Return rank and error of the first rank that failed, in the order of the store, or `None`."""
+    def first_failure(self) -> Failure | None:
+        """Return the failure of the first rank that failed, in the order of the store, or `None`."""
         return first_failure(self._root)
 
     def publish_failure(self, rank: int, text: str, *, num_ended: int = 0) -> None:

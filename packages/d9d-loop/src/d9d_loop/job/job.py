@@ -101,7 +101,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
     engine = build_engine(plan, training, ctx=ctx, events=events)
-    hosts = sorted(set(gather_json(socket.gethostname(), alone=ctx.world_size == 1)))
+    hosts = gather_json(socket.gethostname(), alone=ctx.world_size == 1)
     journal = Journal(config.run.dir, ctx, steps=plan.steps, hosts=hosts, on_failure=config.run.on_failure)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
     events.watch(watchdog.phase)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from d9d_dist import DistributedContext
+from d9d_dist.failures.first_failure import Failure
 from d9d_loop.job.end_command import report_failure
 from d9d_loop.report.run_history import JOURNAL, read_journal
 from d9d_loop.report.run_status import write_failure, write_status
@@ -48,7 +49,8 @@ class Journal:
         self._on_failure = on_failure
         self._file, self._ctx, self._next, self._saved = folder / JOURNAL, ctx, 0.0, 0
         self._num_earlier = len(self._read())
-        self._status: dict[str, Any] = {"steps": steps, "hosts": list(hosts)}
+        self._hosts = hosts
+        self._status: dict[str, Any] = {"steps": steps, "hosts": sorted(set(hosts))}
         self._lock, self._has_ended = threading.Lock(), threading.Event()
 
     def started(self, step: int, run_id: str) -> None:
@@ -79,12 +81,20 @@ class Journal:
             self._has_ended.set()
             self._write("ended", step=step, saved=step, how=how)
 
-    def failed(self, cause: str) -> None:
-        """Record that this rank failed, and the cause without secrets. Any rank may call this method."""
+    def failed(self, cause: str, first: Failure | None = None) -> None:
+        """Record that this rank failed, and the cause without secrets. Any rank may call this method.
+
+        `first` is the rank that failed before this one, or for which this one waits, if it is known.
+        """
         with self._lock:
             self._has_ended.set()
         rank, cause = self._ctx.rank, redact_text(cause)[:_LONGEST]
-        self._write("failed", rank=rank, host=socket.gethostname(), cause=cause)
+        culprit: dict[str, Any] = {}
+        if first is not None:
+            host = self._hosts[first.rank] if first.rank < len(self._hosts) else None
+            text = redact_text(first.text).partition("\n")[0][:_LONGEST]
+            culprit = {"first": {"rank": first.rank, "host": host, "cause": text}}
+        self._write("failed", rank=rank, host=socket.gethostname(), cause=cause, **culprit)
         if self._first_failed() == rank and claims_report():
             report_failure(self._file.parent, self._on_failure, rank=rank, cause=cause)
         elif self._ctx.is_main_process:  # its last status may have replaced that of the first failure

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 
 from d9d_dist import DistributedContext, UserError, agree
+from d9d_dist.failures.first_failure import named_failure
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.local_tiers import local_tiers
 from d9d_loop.engine.start import agree_on_start
@@ -103,7 +104,7 @@ def _train(
             error.add_note(_what_is_saved(config))
         _report_failure(error, job, events)
         if job is not None:
-            job.journal.failed(describe_cause(error))
+            job.journal.failed(describe_cause(error), named_failure(error))
         else:  # without the lock, the status may be that of another job
             report_early_failure(config.run, ctx.rank, error, writes_status=is_locked)
         raise

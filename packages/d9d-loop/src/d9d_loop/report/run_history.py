@@ -10,7 +10,6 @@ the ETTR of Kokolis et al. 2024 (arXiv:2410.21680).
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,8 +27,6 @@ _VALUES = {
     "failed": {"rank", "host", "cause"},
 }
 """Values of a record of the journal, by event."""
-_HOST = re.compile(r"\b(?:on|or) ([\w.-]+) (?:is gone|is down|does not answer)")
-_CULPRIT = re.compile(r"[Rr]ank (\d+) (?:failed(?: before this rank)?|is missing): (.*)")
 
 
 @final
@@ -178,35 +175,39 @@ def _useful_seconds(life: Sequence[Mapping[str, Any]], until: int | None) -> flo
 def _interruption(life: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Interruption:
     last = _course(life)[-1]
     failures = [record for record in life if record["event"] == "failed"]
-    rank, cause = _cause(failures)
-    if not failures:
-        cause = last.get("how", "no rank reported a failure")
+    culprit = _culprit(failures)
+    how = last.get("how", "no rank reported a failure")
     begin = failures[0]["time"] if failures else last["time"]
     first_step = next((record["time"] for record in after if record["event"] in ("progress", "ended")), None)
     return Interruption(
         time=last["time"],
         step=last["step"],
         lost_steps=max(last["step"] - after[0]["step"], 0),
-        rank=rank,
-        host=_host(failures, rank, cause),
-        cause=cause,
+        rank=None if culprit is None else culprit["rank"],
+        host=None if culprit is None else culprit["host"],
+        cause=how if culprit is None else culprit["cause"],
         detection_seconds=failures[0]["time"] - last["time"] if failures else None,
         recovery_seconds=None if first_step is None else first_step - begin,
     )
 
 
-def _cause(failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-    """Return the failed rank and the cause that most records name; without a named rank, the record's own rank."""
-    named: Counter[tuple[int, str]] = Counter()
-    for failure in failures:
-        found = _CULPRIT.search(failure["cause"])
-        first_line = failure["cause"].partition("\n")[0]
-        named[(int(found[1]), found[2]) if found else (failure["rank"], first_line)] += 1
-    return named.most_common(1)[0][0] if named else (None, "")
+def _culprit(failures: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return rank, host and cause of the failure that most records name; `None` without a record.
+
+    A record names its `first` failure, or else itself. The host is that of the rank's own record, if it wrote one.
+    """
+    if not failures:
+        return None
+    hosts = {failure["rank"]: failure["host"] for failure in reversed(failures)}
+    named = [_first(failure) or {**failure, "cause": failure["cause"].partition("\n")[0]} for failure in failures]
+    found = Counter((each["rank"], each["cause"]) for each in named).most_common(1)[0][0]
+    culprit = next(each for each in named if (each["rank"], each["cause"]) == found)
+    return {**culprit, "host": hosts.get(culprit["rank"], culprit["host"])}
 
 
-def _host(failures: Sequence[Mapping[str, Any]], rank: int | None, cause: str) -> str | None:
-    """Return the failed rank's host: from its own failure record, else from `cause`."""
-    own = next((failure["host"] for failure in failures if failure["rank"] == rank), None)
-    found = _HOST.search(cause)
-    return own if own is not None or found is None else found[1]
+def _first(failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the first failure that a record names; `None` for a record without one, or with a damaged one."""
+    match failure.get("first"):
+        case {"rank": int(), "host": str() | None, "cause": str()} as first:
+            return first
+    return None

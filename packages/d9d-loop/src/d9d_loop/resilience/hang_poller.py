@@ -14,10 +14,10 @@ from typing import final
 
 from d9d_dist import DistributedContext
 from d9d_dist.collectives.consensus import name_ranks
-from d9d_dist.failures.first_failure import describe_lost_store, is_victim, name_first_failure, within
+from d9d_dist.failures.first_failure import Failure, describe_lost_store, is_victim, name_first_failure, within
 from d9d_dist.failures.peers import Peer
 from d9d_dist.groups.side_channel import SideChannel
-from d9d_loop.resilience.hang_report import RankPlace, describe_hang
+from d9d_loop.resilience.hang_report import HangReport, RankPlace, describe_hang
 
 _INTERVAL = 0.25  # polling interval in seconds
 _ANSWER_INTERVALS = 3.2  # polling intervals to wait for the locations of other ranks
@@ -36,17 +36,17 @@ class HangPoller:
 
     Attributes:
         alarm: Set by this rank's watcher when there was no progress within the timeout.
-        lost: Description of a rank that failed or whose process died, or `None`.
-        text: Report of an alarm of any rank, valid after `wait_for_report`.
+        lost: Report of a rank that failed or whose process died, or `None`.
+        report: Report of an alarm of any rank, valid after `wait_for_report`.
         interval: Polling interval in seconds.
     """
 
     def __init__(
         self, ctx: DistributedContext, *, place: Callable[[], RankPlace], stuck_seconds: Callable[[], float]
     ) -> None:
-        self.alarm, self._report = threading.Event(), threading.Event()
-        self.text = ""
-        self.lost: str | None = None
+        self.alarm, self._is_reported = threading.Event(), threading.Event()
+        self.report = HangReport("")
+        self.lost: HangReport | None = None
         self._rank, self._ranks = ctx.rank, range(ctx.world_size)
         self._place, self._stuck_seconds = place, stuck_seconds
         self._store_place = ctx.store_place
@@ -57,13 +57,13 @@ class HangPoller:
         self._local_peers: list[Peer] = []
         self._thread = threading.Thread(target=self._poll, name="d9d-hang-poller", daemon=True)
 
-    def hang(self) -> str | None:
+    def hang(self) -> HangReport | None:
         """Return the report of a hang, or `None`. Waiting for a lost rank does not count as a hang."""
-        return self.text if self._report.is_set() and self.lost is None else None
+        return self.report if self._is_reported.is_set() and self.lost is None else None
 
     def wait_for_report(self) -> bool:
-        """Wait for the report of an alarm for a limited time; return True if `text` has it."""
-        return self._report.wait(_REPORT_INTERVALS * self.interval)
+        """Wait for the report of an alarm for a limited time; return True if `report` has it."""
+        return self._is_reported.wait(_REPORT_INTERVALS * self.interval)
 
     def start(self) -> None:
         """Start the thread."""
@@ -113,23 +113,25 @@ class HangPoller:
         try:
             self._exchange_places()
         except RuntimeError:  # the store is unavailable
-            self.text = self.describe_unresponsive_store()
-        self._report.set()
+            self.report = self.describe_unresponsive_store()
+        self._is_reported.set()
 
     def _wait_without_store(self) -> None:
         """Wait for an alarm of this rank or the end of the job, and look for dead processes on this machine."""
         while not self._end.is_set():
             if self.lost is None and (dead := self._dead_peers()):
-                self.lost = f"rank {dead[0].rank} failed: {_describe_dead(dead[0])}"
+                self.lost = _report_lost(Failure(dead[0].rank, _describe_dead(dead[0])))
             if self.alarm.wait(self.interval):
                 return
 
-    def describe_unresponsive_store(self) -> str:
+    def describe_unresponsive_store(self) -> HangReport:
         """Return a report for an unresponsive store, from the processes of this machine. No collectives, no network."""
         lines = [f"no progress for {self._stuck_seconds():.1f} s. {describe_lost_store(self._store_place)}"]
         states = [(peer, peer.state()) for peer in self._local_peers]
-        lines += [f"Rank {peer.rank} is missing: its {peer.describe()} {now}." for peer, now in states if now != "runs"]
-        return "\n".join([*lines, f"This rank is {self._place().describe()}."])
+        missing = [Failure(peer.rank, f"its {peer.describe()} {now}.") for peer, now in states if now != "runs"]
+        lines += [f"Rank {each.rank} is missing: {each.text}" for each in missing]
+        text = "\n".join([*lines, f"This rank is {self._place().describe()}."])
+        return HangReport(text, missing[0] if missing else None)
 
     def _check_for_lost_ranks(self) -> None:
         """Set `lost` if a rank failed, or if its process died before it was marked as finished.
@@ -143,8 +145,8 @@ class HangPoller:
                 return
             self._channel.publish_failure(left[0].rank, _describe_dead(left[0]), num_ended=1)
             failure = self._channel.first_failure()
-        if failure is not None and failure[0] != self._rank:
-            self.lost = f"rank {failure[0]} failed: {failure[1]}"
+        if failure is not None and failure.rank != self._rank:
+            self.lost = _report_lost(failure)
 
     def _dead_peers(self) -> list[Peer]:
         return [peer for peer in self._local_peers if peer.state() == "is gone"]
@@ -158,8 +160,8 @@ class HangPoller:
     def _find_cause(self, error: BaseException) -> None:
         self._call_roll(is_late=any(text in str(error) for text in _TIMEOUTS))
         failure = self._channel.first_failure()
-        if failure is not None and failure[0] == self._rank:
-            error.add_note(f"This rank failed first: {failure[1]}")
+        if failure is not None and failure.rank == self._rank:
+            error.add_note(f"This rank failed first: {failure.text}")
         elif failure is not None:
             name_first_failure(error, failure, rank=self._rank)
 
@@ -199,11 +201,13 @@ class HangPoller:
             return
         if alarm == str(self._rank):
             self._wait_for(*(f"place/{rank}" for rank in self._ranks), intervals=_ANSWER_INTERVALS)
-            self.text = describe_hang(self._places(), seconds=seconds, states=self._states())
-            self._channel.write("report", self.text)
+            self.report = describe_hang(self._places(), seconds=seconds, states=self._states())
+            self._channel.write("report", json.dumps(self.report))
         else:
             self._wait_for("report", intervals=_READ_INTERVALS)
-            self.text = self._channel.read("report") or f"rank {alarm} reports no progress."
+            text, culprit = json.loads(self._channel.read("report") or "[null, null]")
+            text = text or f"rank {alarm} reports no progress."
+            self.report = HangReport(text, None if culprit is None else Failure(*culprit))
 
     def _wait_for(self, *keys: str, intervals: float, also: Callable[[], bool] = lambda: False) -> None:
         """Wait until all keys have a text or `also` returns True, for a limited time."""
@@ -226,6 +230,10 @@ class HangPoller:
             state = peer.state()
             described[peer.rank] = f"its {peer.describe()} {state if state != 'runs' else 'holds the GIL'}"
         return described
+
+
+def _report_lost(failure: Failure) -> HangReport:
+    return HangReport(f"rank {failure.rank} failed: {failure.text}", failure)
 
 
 def _describe_dead(peer: Peer) -> str:

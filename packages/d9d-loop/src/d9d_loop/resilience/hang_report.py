@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from d9d_dist.collectives.consensus import name_ranks
+from d9d_dist.failures.first_failure import Failure
 
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = str(Path(dist.__file__).parent)
@@ -72,9 +74,16 @@ def _describe(frame: FrameType) -> str:
 _SHOWN = 8
 
 
+class HangReport(NamedTuple):
+    """Reason for which a watchdog ends its process, and the rank that failed or is missing, if one stands out."""
+
+    text: str
+    culprit: Failure | None = None
+
+
 def describe_hang(
     places: Mapping[int, RankPlace | None], *, seconds: float, states: Mapping[int, str] | None = None
-) -> str:
+) -> HangReport:
     """Return a report of the missing ranks and the location of each rank.
 
     The place of a rank that does not answer is `None`. `seconds` is the time without progress. `states` are known
@@ -83,23 +92,26 @@ def describe_hang(
     states = states or {}
     lines = [f"no progress for {seconds:.1f} s."]
     if len(places) == 1:
-        return "\n".join(lines + [f"The only rank is {place.describe()}." for place in places.values() if place])
+        lines += [f"The only rank is {place.describe()}." for place in places.values() if place]
+        return HangReport("\n".join(lines))
     missing = missing_ranks(places)
+    described: list[Failure] = []
     for rank in missing[:_SHOWN]:
         place = places[rank]
         if place is not None:
-            lines.append(f"Rank {rank} is missing: it is {place.describe()}.")
+            described.append(Failure(rank, f"it is {place.describe()}."))
         else:
             why = states.get(
                 rank, "its process is stopped or holds the GIL, or its host is down or cut off from the network"
             )
-            lines.append(f"Rank {rank} is missing: it does not answer; {why}.")
+            described.append(Failure(rank, f"it does not answer; {why}."))
+    lines += [f"Rank {each.rank} is missing: {each.text}" for each in described]
     if not missing:
         lines.append(
             "All ranks are at the same place: none is missing, so the network between the hosts may be at fault."
         )
     lines += _waiting({rank: place for rank, place in places.items() if place is not None and rank not in missing})
-    return "\n".join(lines)
+    return HangReport("\n".join(lines), described[0] if described else None)
 
 
 def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:

@@ -23,9 +23,10 @@ from types import TracebackType
 from typing import Self, final
 
 from d9d_dist import DistributedContext
+from d9d_dist.failures.first_failure import Failure
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_poller import HangPoller
-from d9d_loop.resilience.hang_report import RankPlace, describe_hang, main_thread_place
+from d9d_loop.resilience.hang_report import HangReport, RankPlace, describe_hang, main_thread_place
 from d9d_loop.resilience.node_files import read_lost_host
 
 _INTERVAL = 0.25  # interval of the watcher in seconds
@@ -60,11 +61,16 @@ class HangWatchdog:
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
-        on_exit: Called with the reason before the watchdog ends the process.
+        on_exit: Called with the reason, and the rank that failed or is missing if it is known, before the watchdog ends
+            the process.
     """
 
     def __init__(
-        self, ctx: DistributedContext, *, enabled: bool = True, on_exit: Callable[[str], None] | None = None
+        self,
+        ctx: DistributedContext,
+        *,
+        enabled: bool = True,
+        on_exit: Callable[[str, Failure | None], None] | None = None,
     ) -> None:
         self._enabled, self._on_exit = enabled, on_exit
         self._rank, self._timeout = ctx.rank, ctx.timeouts.step.total_seconds()
@@ -151,7 +157,7 @@ class HangWatchdog:
             return
         self._poller.wait_for_report()
         if (hang := self._poller.hang()) is not None:
-            self._end_process(f"{hang}\nIts step ended with {error!r}", ExitCode.HANG)
+            self._end_process(hang._replace(text=f"{hang.text}\nIts step ended with {error!r}"), ExitCode.HANG)
 
     def _watch(self) -> None:
         """Check the clock and the results of the poller until the watchdog stops: the watcher's loop."""
@@ -164,8 +170,8 @@ class HangWatchdog:
                 armed_for = progress
             if self._poller is not None:
                 self._exit_if_reported(self._poller)
-            if (lost := read_lost_host()) is not None:
-                self._end_lost(lost)
+            if (lost_host := read_lost_host()) is not None:
+                self._end_lost(HangReport(lost_host))
             if self.stuck_seconds() > progress.timeout:
                 self._end_hang()
             if self._end.wait(_INTERVAL):
@@ -178,12 +184,13 @@ class HangWatchdog:
         if (lost := poller.lost) is not None and not self._end.wait(_EXIT_SECONDS):
             self._end_lost(lost)
 
-    def _end_lost(self, why: str) -> None:
+    def _end_lost(self, report: HangReport) -> None:
         # A peer may have exited first because of a lost host, which is then the cause to report.
         # Every rank reads the lost host from its own node, so no rank needs the store.
-        lost_host = read_lost_host()
-        text = f"{lost_host or why}\nThis rank is {self.place().describe()}."
-        self._end_process(text, ExitCode.PEER_LOST, keep_store=lost_host is None)
+        if (lost_host := read_lost_host()) is not None:
+            report = HangReport(lost_host)
+        report = report._replace(text=f"{report.text}\nThis rank is {self.place().describe()}.")
+        self._end_process(report, ExitCode.PEER_LOST, keep_store=lost_host is None)
 
     def _end_hang(self) -> None:
         # The timer of faulthandler must not end the process before the report is written.
@@ -196,10 +203,10 @@ class HangWatchdog:
         if self._poller.lost is not None:
             self._end_lost(self._poller.lost)
         self._end_process(
-            self._poller.text if is_reported else self._poller.describe_unresponsive_store(), ExitCode.HANG
+            self._poller.report if is_reported else self._poller.describe_unresponsive_store(), ExitCode.HANG
         )
 
-    def _end_process(self, text: str, code: ExitCode, *, keep_store: bool = True) -> None:
+    def _end_process(self, report: HangReport, code: ExitCode, *, keep_store: bool = True) -> None:
         """Print the reason, and for a hang all stacks, then exit immediately with `os._exit`.
 
         If `keep_store`, a rank that hosts the job's store first waits until the other ranks no longer need the store.
@@ -207,13 +214,13 @@ class HangWatchdog:
         if self._end.is_set():  # the main thread has already left the watchdog's `with` block
             return
         out = sys.__stderr__ or sys.stderr
-        print(f"d9d: rank {self._rank} exits: {text}", file=out, flush=True)
+        print(f"d9d: rank {self._rank} exits: {report.text}", file=out, flush=True)
         if code == ExitCode.HANG:
             print(f"The stacks of rank {self._rank}:", file=out, flush=True)
             faulthandler.dump_traceback(file=out, all_threads=True)
         out.flush()
         if self._on_exit is not None:
-            self._on_exit(text)
+            self._on_exit(*report)
         if self._poller is not None and keep_store:
             self._poller.leave_store()
         os._exit(code)
