@@ -26,7 +26,7 @@ from playwright.sync_api import Page, TimeoutError, ViewportSize, sync_playwrigh
 ROOT = Path(__file__).resolve().parents[1]
 PHONE: ViewportSize = {"width": 360, "height": 740}
 DESKTOP: ViewportSize = {"width": 1280, "height": 800}
-SHOWN = ("", "quickstart/", "which_layout/", "coming_from/", "support_matrix/", "events/", "reference/configuration/")
+SHOWN = ("", "quickstart/", "which_layout/", "coming_from/", "support_matrix/", "training/", "reference/configuration/")
 QUESTIONS = {
     "resume a killed job": ("job_checkpoints", "training", "first_run", "resilience"),
     "exit code 75": ("resilience", "when_something_fails"),

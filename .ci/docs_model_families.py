@@ -50,8 +50,8 @@ QUANTIZED = {
 INTRODUCTION = """# Model families
 
 Generated from the families that `d9d_modules.from_pretrained_config` recognizes, and from the rows of
-[the oracle](testing.md#the-oracle), which compare losses, every gradient and every parameter with one process in float64. Axes:
-`pp` pipeline, `dp` data (replicated and sharded), `cp` context, `tp` tensor, `ep` expert.
+[the oracle](testing.md#the-oracle), which compare losses, every gradient and every parameter with one process in
+float64. Axes: `pp` pipeline, `dp` data (replicated and sharded), `cp` context, `tp` tensor, `ep` expert.
 
 All families have pipeline stages, packed documents, LoRA, and weights and `config.json` in both directions. Heads are
 those of [dense decoders](decoders.md): language model (for encoders the masked one), classification, embedding,

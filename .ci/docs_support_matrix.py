@@ -68,8 +68,8 @@ AXES = {
 FEATURES = {**LAYOUTS, **OPTIONS}
 INTRODUCTION = """# Support matrix
 
-Generated from the rows of [the oracle](testing.md#the-oracle). A row trains a model for several steps in a layout, and compares
-losses, every gradient, the norm and every parameter with one process, in float64.
+Generated from the rows of [the oracle](testing.md#the-oracle). A row trains a model for several steps in a layout,
+and compares losses, every gradient, the norm and every parameter with one process, in float64.
 
 - **proven**: a row of the oracle has both features, and CI runs it, some rows only every night.
 - **refused**: the combination is an error with a message, before anything starts.
