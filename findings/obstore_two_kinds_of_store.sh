@@ -47,7 +47,9 @@ with tempfile.TemporaryDirectory() as folder:
         except FileNotFoundError:
             error = "FileNotFoundError"
         assert sorted(found) == sorted(keys), f"changed: the keys of {name}"
-        results.append((found == sorted(found), len(listed(store, prefix="step-1")), error, len(listed(store, offset="step-50"))))
+        results.append(
+            (found == sorted(found), len(listed(store, prefix="step-1")), error, len(listed(store, offset="step-50")))
+        )
         print("{}: sorted {}, prefix step-1 finds {}, deleting nothing: {}".format(name, *results[-1]))
 above = sum(key > "step-50" for key in keys)
 print(f"with offset step-50: {above} of 100 keys in both")

@@ -25,14 +25,18 @@ from torch import nn
 
 warnings.filterwarnings("ignore")
 print("peft", peft.__version__)
-model = get_peft_model(nn.ModuleDict({"q": nn.Linear(2, 2), "k": nn.Linear(2, 2)}), LoraConfig(r=1, target_modules=["q"]))
+model = get_peft_model(
+    nn.ModuleDict({"q": nn.Linear(2, 2), "k": nn.Linear(2, 2)}), LoraConfig(r=1, target_modules=["q"])
+)
 model.add_adapter("second", LoraConfig(r=1, target_modules=["q"]))
 model.add_adapter("third", LoraConfig(r=1, target_modules=["k"]))
 model.set_adapter("second")
 model.delete_adapter("second")
 layers = model.base_model.model
 active = [model.active_adapters, layers["q"].active_adapters, layers["k"].active_adapters]
-trained = [name.split("model.")[-1].removesuffix(".weight") for name, each in model.named_parameters() if each.requires_grad]
+trained = [
+    name.split("model.")[-1].removesuffix(".weight") for name, each in model.named_parameters() if each.requires_grad
+]
 print("the model says:", active[0])
 print("active in q:", active[1])
 print("active in k:", active[2])

@@ -28,7 +28,9 @@ print("peft", peft.__version__)
 
 
 def adapted(alpha):
-    return get_peft_model(nn.ModuleDict({"q": nn.Linear(4, 4)}), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q"]))
+    return get_peft_model(
+        nn.ModuleDict({"q": nn.Linear(4, 4)}), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q"])
+    )
 
 
 def scale(model, name):

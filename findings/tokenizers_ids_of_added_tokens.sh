@@ -33,7 +33,9 @@ removed = json.loads(tokenizer.to_str())
 removed["added_tokens"] = [each for each in removed["added_tokens"] if each["content"] != "two"]
 loaded = Tokenizer.from_str(json.dumps(removed))
 stated = removed["added_tokens"][-1]["id"]
-print(f"without two:      one {loaded.token_to_id('one')}, three {loaded.token_to_id('three')} (the file says {stated})")
+print(
+    f"without two:      one {loaded.token_to_id('one')}, three {loaded.token_to_id('three')} (the file says {stated})"
+)
 assert stated == 4 and loaded.token_to_id("three") == 3, "changed: the stated id is kept"
 
 moved = json.loads(tokenizer.to_str())
