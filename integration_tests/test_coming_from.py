@@ -1,0 +1,326 @@
+"""Ten steps of a job beside those of the library that it comes from, as the pairs of docs/coming_from.md."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from d9d_dist.testing import run_ranks
+from d9d_loop import Finished, Loss, StepDone, Task, Trainer, TrainerConfig, validate_config
+
+pytestmark = pytest.mark.slow
+
+QUICK = {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@dataclass
+class Curve:
+    """Values of each step, and the parameters at the end."""
+
+    rates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Curve)
+        assert self.rates == other.rates  # exactly
+        assert self.losses == pytest.approx(other.losses, rel=1e-6)
+        assert self.norms == pytest.approx(other.norms, rel=1e-6)
+        assert self.weights.keys() == other.weights.keys()
+        torch.testing.assert_close(self.weights, other.weights, rtol=1e-5, atol=1e-6)
+        return True
+
+    __hash__ = None
+
+
+def follow(trainer: Trainer, curve: Curve, *, stop_at: int | None = None) -> None:
+    """Train and record the steps; with `stop_at`, fail after this step."""
+
+    def step(done: StepDone) -> None:
+        curve.rates.append(done.learning_rate)
+        curve.losses.append(done.loss.item())
+        curve.norms.append(done.grad_norm.item())
+        if done.step == stop_at:
+            raise InterruptedError
+
+    def finish(done: Finished) -> None:
+        for name, each in done.model.named_parameters():
+            curve.weights[name] = (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+
+    trainer.events.on(StepDone, step)
+    trainer.events.on(Finished, finish)
+    trainer.train()
+
+
+def ours(build: Callable[[Path], Trainer], folder: Path) -> Curve:
+    """Return the curve of a job, on any number of ranks."""
+    curve = Curve()
+    follow(build(folder), curve)
+    return curve
+
+
+def resumed(build: Callable[[Path], Trainer], folder: Path) -> Curve:
+    """Return the curve of a job that fails after step 6 and resumes at step 5."""
+    first, second = Curve(), Curve()
+    with pytest.raises(InterruptedError):
+        follow(build(folder), first, stop_at=6)
+    follow(build(folder), second)
+    rest = {name: getattr(first, name)[:5] + getattr(second, name) for name in ("rates", "losses", "norms")}
+    return Curve(**rest, weights=second.weights)
+
+
+def check(build: Callable[[Path], Trainer], folder: Path, expected: Curve) -> None:
+    """Compare a job on one process, on two ranks and after a resume with the curve of another library."""
+    assert len(expected.losses) == 10
+    assert ours(build, folder / "one") == expected
+    assert resumed(build, folder / "resumed") == expected
+    for found in run_ranks(ours, build, folder / "two", world_size=2):
+        assert found == expected
+
+
+def config(folder: Path, **sections: Any) -> TrainerConfig:
+    values = {
+        "batch": {"global_size": 4, "microbatch_size": 2},
+        "run": {"folder": folder},
+        "mesh": {"data_parallel_shard": -1},
+        "precision": "parameters",
+        "checkpoint": {"every": 5},
+        "data": {"shuffle": False},
+        "logging": {"progress": False, "report": False},
+        "resilience": QUICK,
+    }
+    return validate_config(TrainerConfig, {**values, **sections})
+
+
+# transformers
+
+
+class NextToken(Task):
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        return {"input_ids": batch["input_ids"]}
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        labels = batch["labels"][:, 1:]
+        losses = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
+        return Loss(losses, weight=(labels != -100).sum())
+
+
+def sequences(count: int = 38) -> list[dict[str, torch.Tensor]]:
+    """Return samples with different numbers of labels."""
+    draws, samples = torch.Generator().manual_seed(0), []
+    for number in range(count):
+        ids = torch.randint(0, 32, (10,), generator=draws)
+        samples.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(10) < number % 5, -100)})
+    return samples
+
+
+def llama() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).train()
+
+
+def from_transformers(folder: Path, data: Any = None, **sections: Any) -> Trainer:
+    """Return the job of the pair for the Trainer of transformers."""
+    return Trainer(
+        config(
+            folder,
+            epochs=1,
+            optimizer={"learning_rate": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.999]},
+            lr_schedule={"kind": "transformers", "name": "cosine", "warmup_steps": 2},
+            gradients={"max_norm": 1.0},
+            **sections,
+        ),
+        model=llama,
+        data=data or sequences(),
+        task=NextToken(),
+    )
+
+
+def with_transformers(folder: Path, samples: Any = None, **options: Any) -> Curve:
+    import transformers
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            samples: Any = self.train_dataset if train_dataset is None else train_dataset
+            return torch.utils.data.SequentialSampler(samples)
+
+    args = transformers.TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    model = llama()
+    data: Any = samples or sequences()
+    trainer: Any = InOrder(model, args=args, train_dataset=data)
+    curve, rates = Curve(), []
+    step = trainer.create_optimizer().step
+    trainer.optimizer.step = lambda *a, **k: (rates.append(trainer.optimizer.param_groups[0]["lr"]), step(*a, **k))[1]
+    losses: list[torch.Tensor] = []
+    compute = trainer.training_step
+    trainer.training_step = lambda *a, **k: (losses.append(compute(*a, **k)), losses[-1])[1]
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    curve.rates, curve.norms = rates, [line["grad_norm"] for line in lines]
+    parts = [each.item() for each in losses]
+    curve.losses = [sum(parts[start : start + 2]) for start in range(0, len(parts), 2)]
+    curve.weights = {name: each.detach() for name, each in model.named_parameters()}
+    return curve
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    check(from_transformers, tmp_path, with_transformers(tmp_path / "theirs"))
+
+
+def even() -> list[dict[str, torch.Tensor]]:
+    """Return samples of eight labels each: their sum is divided by a power of two, which rounds nothing in bfloat16."""
+    return [{name: each[:9] for name, each in sample.items()} for sample in sequences() if sample["labels"][0] >= 0]
+
+
+def test_bf16_of_transformers_is_autocast(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    expected = with_transformers(tmp_path / "theirs", even(), bf16=True)
+    found = ours(lambda folder: from_transformers(folder, even(), precision="autocast"), tmp_path)
+    assert found == expected
+    assert found.losses[0] != pytest.approx(with_transformers(tmp_path / "float32", even()).losses[0], rel=1e-6)
+
+
+# loops of torch, Accelerate and Lightning
+
+
+class Regression(Task):
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        return {"input": batch["x"]}
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> Loss:
+        return Loss.sum(F.mse_loss(outputs, batch["y"], reduction="none"), batch["y"].numel())
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 1))
+
+
+def points() -> Any:
+    draws = torch.Generator().manual_seed(0)
+    return [{"x": x, "y": x.sum(0, keepdim=True)} for x in torch.randn(40, 4, generator=draws)]
+
+
+def from_a_loop(folder: Path) -> Trainer:
+    """Return the job of the pairs for Accelerate, Lightning, DeepSpeed and FSDP2."""
+    return Trainer(
+        config(
+            folder,
+            steps=10,
+            optimizer={"learning_rate": 1e-2, "weight_decay": 0.01, "betas": [0.9, 0.999], "decays": "all"},
+            lr_schedule={"kind": "transformers", "name": "constant"},
+            gradients={"max_norm": 1.0},
+        ),
+        model=net,
+        data=points(),
+        task=Regression(),
+    )
+
+
+def with_torch() -> Curve:
+    """Run the loop that DeepSpeed and FSDP2 shard, in one process."""
+    model, curve = net(), Curve()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(points(), batch_size=4)
+    for batch in loader:
+        loss = F.mse_loss(model(batch["x"]), batch["y"])
+        loss.backward()
+        curve.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        curve.losses.append(loss.item())
+        curve.rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+    curve.weights = {name: each.detach() for name, each in model.named_parameters()}
+    return curve
+
+
+def test_a_loop_of_torch(tmp_path: Path) -> None:
+    check(from_a_loop, tmp_path, with_torch())
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    loader = torch.utils.data.DataLoader(points(), batch_size=2)
+    model, curve = net(), Curve()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+    parts = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(batch["x"]), batch["y"])
+            parts.append(loss.item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                curve.norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+                curve.rates.append(optimizer.param_groups[0]["lr"])
+                curve.losses.append(sum(parts) / 2)
+                parts.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+    curve.weights = {name: each.detach() for name, each in model.named_parameters()}
+    assert ours(from_a_loop, tmp_path) == curve
+
+
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    curve = Curve()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = net()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+            curve.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            curve.norms.append(nn.utils.get_total_norm([each.grad for each in self.parameters()]).item())
+            curve.rates.append(optimizer.param_groups[0]["lr"])
+
+    module = Module()
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        max_steps=10, gradient_clip_val=1.0, accelerator="cpu", devices=1, default_root_dir=str(tmp_path), **options
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(points(), batch_size=4))
+    curve.weights = {name: each.detach() for name, each in module.model.named_parameters()}
+    assert ours(from_a_loop, tmp_path) == curve
