@@ -18,7 +18,7 @@ from safetensors import safe_open
 from d9d_dist.failures.peers import process_state
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 180.0  # timeout of a job
+SECONDS = 600.0  # timeout of a job, on a machine with other jobs
 PHASES = ("imports", "start", "first step", "evaluation", "save", "in a save", "in an export", "export")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 D9D_TORCHRUN = [sys.executable, "-m", "d9d_loop.torchrun"]

@@ -228,4 +228,6 @@ def _codes_of_the_other_node(cell: _Cell) -> tuple[int, ...]:
         return (cell.expected_code, ExitCode.PEER_LOST)
     if cell.how.startswith("lost"):
         return (0, ExitCode.PEER_LOST) if "export" in cell.phase else (ExitCode.PEER_LOST,)
-    return (ExitCode.PEER_LOST,) if cell.phase == "start" else (cell.expected_code,)
+    if cell.phase == "start":  # the ranks know the code of a rank that was interrupted, but not of one that was killed
+        return (cell.expected_code, ExitCode.PEER_LOST) if cell.how == "SIGINT" else (ExitCode.PEER_LOST,)
+    return (cell.expected_code,)
