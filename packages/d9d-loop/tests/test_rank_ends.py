@@ -11,6 +11,8 @@ from d9d_loop.rank_ends import RankEnds
         ({0: 1, 1: 2}, (1, 2), 2),
         ({1: -15, 0: -9}, (0, None), 137),
         ({0: -15, 1: 125}, (0, 2), 2),  # ended by the agent after its failure was known
+        ({0: -9, 1: 125}, (0, 1), 1),  # killed by the agent, because it ended too slowly
+        ({0: 7, 1: 125}, (0, 1), 7),  # a script that handles the exception
         ({0: 125, 1: 125}, (5, 2), 2),  # a rank of another node
         ({0: 125, 1: -15}, (5, None), 125),  # killed on another node
         ({0: 1, 1: 2}, (5, None), 1),  # the first that the agent saw

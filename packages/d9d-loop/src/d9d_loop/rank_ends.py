@@ -33,9 +33,10 @@ class RankEnds:
         failed = {rank: code for rank, code in self.codes.items() if code != 0}
         own = {rank: code for rank, code in failed.items() if code not in _VICTIMS}
         if self.first is not None:
-            rank, code = self.first
-            if rank in own or code is not None:
-                return _as_shell(own.get(rank, code or 0))
+            rank, reported = self.first
+            code = own.get(rank, reported)
+            if code is not None:  # a rank that is killed while it ends, as by the agent, has reported its code before
+                return _as_shell(reported if code < 0 and reported is not None else code)
         if own:
             return _as_shell(next(iter(own.values())))
         if failed:
