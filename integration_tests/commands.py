@@ -2,7 +2,7 @@
 
 bash splits each line into words, with its quotes, substitutions and comments. `python`, `torchrun --nproc-per-node N`
 and the commands of the packages then run as in a shell: in the page's folder, with empty input. Lines with operators of
-the shell, such as pipes, are not supported.
+the shell, such as pipes, are not supported. `uv run python` starts a process in the checkout.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from unittest import mock
 
 from d9d_dist.testing import run_ranks
 
+_ROOT = Path(__file__).resolve().parents[1]
 _TORCHRUN = ["torchrun", "--nproc-per-node"]
 
 
@@ -29,6 +30,11 @@ def run_commands(code: str, folder: Path, exit_code: int) -> None:
         while words and re.match(r"[A-Z_0-9]+=", words[0]):
             name, _, settings[name] = words.pop(0).partition("=")
         if not words:
+            continue
+        if words[:3] == ["uv", "run", "python"]:
+            run = [sys.executable, *words[3:]]
+            done = subprocess.run(run, cwd=_ROOT, env={**os.environ, **settings}, capture_output=True, check=False)
+            assert done.returncode == exit_code, f"{line} exited with {done.returncode}: {done.stderr.decode()[-2000:]}"
             continue
         num_ranks = 1
         if words[:2] == _TORCHRUN:
