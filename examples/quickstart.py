@@ -35,4 +35,4 @@ def make_dataset(size: int = 4096) -> list[dict[str, torch.Tensor]]:
 if __name__ == "__main__":
     with cli_main():
         config = TrainerConfig.from_cli(Path(__file__).with_suffix(".toml"))
-        print(Trainer(config, model=lambda stage: Mlp(), data=make_dataset(), task=Regression()).train())
+        print(Trainer(config, model=Mlp, data=make_dataset(), task=Regression()).train())

@@ -70,8 +70,12 @@ def _train_runs(folder: Path) -> None:
     run_commands("d9d-train sft.toml\nd9d-train qlora.toml", folder, 0)
 
 
-def _write_text_job(folder: Path) -> None:
+def _write_base(folder: Path) -> None:
     _write_model(folder / "Qwen3-0.6B")
+
+
+def _write_text_job(folder: Path) -> None:
+    _write_base(folder)
     _write_chats(folder)
 
 
@@ -93,6 +97,7 @@ def _write_texts(folder: Path) -> None:
 PAGE_FILES: dict[str, Callable[[Path], None]] = {
     "docs/inference.md": _train_runs,
     "docs/choosing_a_layout.md": _write_plan,
+    "docs/quickstart.md": _write_base,
     "docs/text_jobs.md": _write_text_job,
     "docs/which_layout.md": _write_plan,
     "docs/your_dataset.md": _write_texts,
