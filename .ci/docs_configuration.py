@@ -4,8 +4,9 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from d9d_loop import InferenceConfig, InferencePresetConfig, PresetConfig, TrainerConfig
+from d9d_loop import InferenceConfig, InferencePresetConfig, TrainerConfig
 from d9d_loop.config._config_help import tabulate_fields
+from d9d_loop.config.preset import PresetConfig
 
 PAGES = (
     ("Training", TrainerConfig, None, "`TrainerConfig`, which a job's own configuration subclasses."),

@@ -13,7 +13,8 @@ import test_sparse_family_rows  # noqa: E402
 from oracle import GRIDS, cells, parse_cell  # noqa: E402
 from oracle_grid import DEGREES  # noqa: E402
 
-from d9d_modules import GroupedQueryParams, HuggingFaceFamily, known_families  # noqa: E402
+from d9d_modules import GroupedQueryParams, HuggingFaceFamily  # noqa: E402
+from d9d_modules.models.pretrained import known_families  # noqa: E402
 
 DENSE_ROWS = {
     "llama": "llama3",

@@ -25,14 +25,11 @@ from d9d_dist import SequenceParallel, gather_from_axis
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
 from d9d_modules import (
     AttentionOptions,
-    AttentionSinks,
     CrossEntropy,
     DecayGate,
-    DecayParallel,
     DecoderModel,
     GatedDeltaNet,
     Gemma3Params,
-    HeadParallel,
     LanguageModelHead,
     Linear,
     ModernBertParams,
@@ -40,6 +37,8 @@ from d9d_modules import (
     RMSNorm,
     WholeRows,
 )
+from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
+from d9d_modules.decay_gate import DecayParallel
 from d9d_modules.delta_context import DeltaContext
 from d9d_pipeline import SharedParameters
 

@@ -33,8 +33,9 @@ from d9d_loop.engine.start import Training
 from d9d_loop.job.job import _build_loader, build_engine
 from d9d_loop.planning.dry_runs import stage_messages
 from d9d_loop.resilience import StepGuard
-from d9d_modules import ATTENTION_VARIABLE, parallelize_decoder
+from d9d_modules import parallelize_decoder
 from d9d_modules.attention_backends import flex
+from d9d_modules.attention_backends.choice import ATTENTION_VARIABLE
 from d9d_moe import parallelize_moe
 
 TINY = {

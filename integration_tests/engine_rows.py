@@ -21,10 +21,13 @@ from torch.utils.data import default_collate
 import d9d_peft
 from d9d_dist import ContextMethod, DistributedContext, MeshConfig, StageInfo, local_tensor, materialize
 from d9d_dist.testing import full_gradients, full_parameters
-from d9d_loop import AdamWConfig, Engine, GradientsReady, Loss, ModelProvider, Pipeline, ScheduleConfig
+from d9d_loop import AdamWConfig, Engine, GradientsReady, Loss, ModelProvider, ScheduleConfig
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.testing import Around
 from d9d_moe import TopKRouter, record_experts
-from d9d_pipeline import Schedule, ranks_of_stages, shared_names
+from d9d_pipeline import Schedule
+from d9d_pipeline.schedule import ranks_of_stages
+from d9d_pipeline.shared_parameters import shared_names
 from d9d_state import gathered_weights
 
 Batch = dict[str, Tensor]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from d9d_dist import ContextSplit, DistributedContext, StageInfo
 from d9d_loop import Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, on_event
 from d9d_loop.testing import parse_layout
-from d9d_metrics import Accumulator, Metric, MetricValue
+from d9d_metrics import Accumulator, Metric
+from d9d_metrics.metric import MetricValue
 from d9d_modules import parallelize_decoder
 from d9d_moe import (
     DeepseekV3ForCausalLM,

@@ -32,12 +32,11 @@ import d9d_dist.values._fill_by_index
 import d9d_loop.engine.model_build
 import d9d_loop.engine.step_totals
 import d9d_modules.chunked_cross_entropy
-import d9d_pipeline._channel
 import d9d_pipeline._stage
+import d9d_pipeline.channel
 import d9d_pipeline.executor
 from d9d_dist import (
     ContextSplit,
-    DeferredWeightGrads,
     DistributedContext,
     RowParallel,
     SequenceParallel,
@@ -49,6 +48,7 @@ from d9d_dist import (
     set_gradient_sync,
 )
 from d9d_dist.context_parallel.blocks import MergedBlocks
+from d9d_dist.split_backward import DeferredWeightGrads
 from d9d_pipeline import SharedParameters
 
 Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
@@ -447,12 +447,12 @@ def every_loss_uses_the_first_batch() -> Generator[None]:
 
 @caught_by("plain,pp=2")
 def sent_gradients_are_zero() -> AbstractContextManager[object]:
-    real = d9d_pipeline._channel.Channel.send_gradients
+    real = d9d_pipeline.channel.Channel.send_gradients
 
     def zeros(self: Any, gradients: Any, **options: Any) -> None:
         real(self, [gradient if gradient is None else torch.zeros_like(gradient) for gradient in gradients], **options)
 
-    return mock.patch.object(d9d_pipeline._channel.Channel, "send_gradients", zeros)
+    return mock.patch.object(d9d_pipeline.channel.Channel, "send_gradients", zeros)
 
 
 @caught_by("dense,pp=2,microbatch=1,schedule=zbv", is_nightly=True)

@@ -35,11 +35,11 @@ from d9d_modules import (
     ModernBertParams,
     Qwen2Params,
     Qwen3Params,
-    RopeScaling,
     YarnScaling,
     decoder_lm_head,
     parallelize_decoder,
 )
+from d9d_modules.models.decoder_params import RopeScaling
 from d9d_pipeline import Inputs
 
 NUM_CLASSES = 3

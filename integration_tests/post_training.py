@@ -29,7 +29,8 @@ from d9d_loop.losses import PolicyLoss, PreferenceLoss, RewardLoss, sum_per_docu
 from d9d_loop.tasks import DistillationTask, NextTokenTask, PolicyTask, PreferenceTask, RewardTask
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
 from d9d_modules import DecoderModel
-from d9d_moe import Routing, TopKRouter
+from d9d_moe import TopKRouter
+from d9d_moe.router import Routing
 
 LENGTH, NUM_CANDIDATES, NUM_EXPERTS, TOP_K = 32, 3, 6, 2
 

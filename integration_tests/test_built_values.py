@@ -17,8 +17,9 @@ from torch.nn import functional as F
 import d9d_dist.values.model_values
 import d9d_loop.engine.model_build
 import d9d_loop.model.built_model
-from d9d_dist import StageInfo, built_values
+from d9d_dist import StageInfo
 from d9d_dist.testing import RankError, full_parameters, run_ranks
+from d9d_dist.values.model_values import built_values
 from d9d_loop import Finished, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
 
 NUM_STEPS, LEARNING_RATE, SEED = 3, 0.05, 5

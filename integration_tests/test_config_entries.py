@@ -25,9 +25,9 @@ from d9d_modules import (
     QWEN3_5,
     DecoderForCausalLM,
     HuggingFaceFamily,
-    HybridParams,
 )
 from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hybrid import HybridParams
 from d9d_moe import (
     DEEPSEEK_V3,
     GLM4_MOE,

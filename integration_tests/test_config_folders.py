@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import KeepFloat64
-from d9d_modules import from_pretrained_config, known_families
-from d9d_modules.models.pretrained import PretrainedHead
+from d9d_modules import from_pretrained_config
+from d9d_modules.models.pretrained import PretrainedHead, known_families
 from d9d_state import load_model_state, save_model_state
 
 Config: TypeAlias = dict[str, Any]

@@ -14,7 +14,8 @@ from d9d_dist import DistributedContext, MeshConfig, StageInfo, UserError
 from d9d_dist.testing import differences, run_ranks
 from d9d_loop import ModelProvider
 from d9d_loop.testing import Experiment, parse_layout, trace_layout
-from d9d_modules import CheckpointPolicy, Float8, Float8Recipe, Qwen3ForCausalLM, Qwen3Params, parallelize_decoder
+from d9d_modules import CheckpointPolicy, Float8, Qwen3ForCausalLM, Qwen3Params, parallelize_decoder
+from d9d_modules.float8 import Float8Recipe
 
 PARAMS = Qwen3Params(
     vocab_size=VOCAB,

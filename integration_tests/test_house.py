@@ -398,3 +398,23 @@ def test_the_ci_finds_both_commands_of_the_readme() -> None:
         ["bash", "-c", f'{search}; echo "$commands"'], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert [line.partition(" && ")[0] for line in found.stdout.splitlines()] == ["pip install uv"] * 2
+
+
+PUBLIC_NAMES = {
+    "d9d_dist": 74,
+    "d9d_loop": 58,
+    "d9d_metrics": 51,
+    "d9d_modules": 89,
+    "d9d_moe": 37,
+    "d9d_peft": 19,
+    "d9d_pipeline": 32,
+    "d9d_state": 60,
+}
+"""Budget of names that each package lists. A new name takes the place of one that no page and no example uses."""
+
+
+@pytest.mark.parametrize("package", PUBLIC_NAMES)
+def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> None:
+    names = importlib.import_module(package).__all__
+    assert len(names) <= PUBLIC_NAMES[package], "export a name from its module only, or remove a name without users"
+    assert sum(PUBLIC_NAMES.values()) <= 420

@@ -30,7 +30,8 @@ from d9d_loop.lr.lr_schedule import LrScheduleConfig
 from d9d_loop.lr.phase import Phase
 from d9d_loop.optimizers.optimizer import OptimizerConfig, OptimizerSettings
 from d9d_metrics import Metric, TrackerConfig
-from d9d_modules import HuggingFaceFamily, known_families
+from d9d_modules import HuggingFaceFamily
+from d9d_modules.models.pretrained import known_families
 from d9d_moe.moe_parallel import DispatchName
 
 ROOT = Path(__file__).resolve().parents[1]

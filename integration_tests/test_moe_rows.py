@@ -23,23 +23,22 @@ from d9d_dist import DistributedContext, StageInfo, canonical_name, gather_from_
 from d9d_dist.testing import differences, full_gradients
 from d9d_loop import GradientsReady, ModelProvider, Trainer
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
-from d9d_modules import CheckpointPolicy, RowParts, parallelize_decoder
+from d9d_modules import CheckpointPolicy, parallelize_decoder
+from d9d_modules.models.decoder_tensor_plan import RowParts
 from d9d_moe import (
-    BalanceDefinition,
-    BalanceScope,
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
-    Dispatched,
-    ExpertCounter,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
-    Routing,
     SigmoidRouter,
-    TokenGroups,
     balance_experts,
     parallelize_moe,
 )
+from d9d_moe.dispatch import Dispatched
+from d9d_moe.expert_counts import ExpertCounter
+from d9d_moe.router import Routing
+from d9d_moe.router_losses import BalanceDefinition, BalanceScope, TokenGroups
 from d9d_pipeline import Inputs
 
 RTOL = 1e-9

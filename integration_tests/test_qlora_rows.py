@@ -25,7 +25,8 @@ from d9d_dist.testing import differences, run_ranks
 from d9d_loop import Engine, EngineConfig, ModelProvider
 from d9d_loop.tasks import NextTokenTask
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
-from d9d_peft import QuantizedWeight, inject, quantize_base
+from d9d_peft import inject, quantize_base
+from d9d_peft.quantized_base import QuantizedWeight
 from d9d_state import StateMapper, save_model_state, sequential
 
 BLOCK_SIZE = 2  # each rank of a row-parallel layer has whole blocks

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist.testing import run_ranks
-from d9d_loop import CheckpointSaved, CheckpointStarted, Event, Loss, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop import CheckpointSaved, CheckpointStarted, Loss, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop.events import Event
 
 COUNTED_STEP, SAVED_STEP = 4, 5
 

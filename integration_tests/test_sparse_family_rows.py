@@ -25,14 +25,14 @@ from d9d_modules import (
     DecoderParams,
     DecoderWithMtp,
     GroupedQueryAttention,
-    HybridParams,
-    MtpLayer,
     Qwen35Params,
     RMSNorm,
     YarnScaling,
     mtp_targets,
     parallelize_decoder,
 )
+from d9d_modules.models.decoder_mtp import MtpLayer
+from d9d_modules.models.hybrid import HybridParams
 from d9d_moe import (
     DeepseekV3Params,
     Glm4MoeParams,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_loop import Event, Loss, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop import Loss, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop.events import Event
 from d9d_metrics import read_metrics
 
 STEPS = 6

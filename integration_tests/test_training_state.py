@@ -11,8 +11,8 @@ import pytest
 import torch
 from training_state import generated_to_a_stop, problems, reference_of_adapters, sampled, tokens_per_expert, with_bug
 
-from d9d_dist import BufferValues
 from d9d_dist.testing import run_ranks
+from d9d_dist.values.buffer_values import BufferValues
 from d9d_loop.engine.job_state import JobState
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.train_step import TrainStep

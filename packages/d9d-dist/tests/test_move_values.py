@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_dist import UserError, built_values, move_to_meta, move_values
+from d9d_dist import UserError
+from d9d_dist.values.model_values import built_values, move_to_meta, move_values
 
 
 def _partly_built() -> nn.Sequential:

@@ -1,6 +1,6 @@
 import torch
 
-from d9d_dist import each_block, is_on_host, planned_accelerator, recorded_blocks
+from d9d_dist.planned_device import each_block, is_on_host, planned_accelerator, recorded_blocks
 
 
 def test_no_tensor_is_on_the_host_while_an_accelerator_is_planned() -> None:

@@ -17,16 +17,14 @@ from d9d_dist import (
     Region,
     UserError,
     copy_from_full_,
-    from_local,
     full_tensor,
     indexed_blocks,
     is_first_replica,
-    local_part,
-    local_positions,
     local_region,
     local_tensor,
     parallelize_hsdp,
 )
+from d9d_dist.shards import from_local, local_part, local_positions
 from d9d_dist.testing import run_ranks
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from d9d_loop import SampleOrder
 from d9d_loop.data import IndexedStream
+from d9d_loop.data.sample_order import SampleOrder
 
 
 def main() -> None:

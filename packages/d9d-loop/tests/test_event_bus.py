@@ -14,13 +14,13 @@ from d9d_loop import (
     CheckpointSaved,
     CheckpointStarted,
     EvaluationDone,
-    Event,
     Events,
     Failed,
     GradientsReady,
     StepDone,
     on_event,
 )
+from d9d_loop.events import Event
 
 
 def test_handlers_get_events_of_their_class_in_order_of_subscription() -> None:

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from d9d_dist.testing import run_ranks
-from d9d_metrics import BackgroundTracker, JsonlTracker, Max, Metric, MetricCollector, MetricSync, Sum, Tracker
+from d9d_metrics import BackgroundTracker, JsonlTracker, Max, Metric, MetricCollector, Sum, Tracker
+from d9d_metrics.sync import MetricSync
 
 NUM_SCALARS = 32
 

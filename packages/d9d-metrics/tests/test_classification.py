@@ -8,18 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d_metrics import (
-    Average,
     BinaryClassification,
     ConfusionMatrix,
     MulticlassClassification,
     MultilabelClassification,
-    Score,
     accuracy,
     compute_metrics,
     f_beta,
     precision,
     recall,
 )
+from d9d_metrics.confusion_scores import Average, Score
 
 AVERAGES: tuple[Average, ...] = ("micro", "macro", "weighted", None)
 SCORES: dict[str, Score] = {

@@ -25,8 +25,6 @@ from d9d_metrics import (
     MulticlassClassification,
     MultilabelClassification,
     Perplexity,
-    Score,
-    StepSeconds,
     StepTime,
     Sum,
     Throughput,
@@ -37,6 +35,8 @@ from d9d_metrics import (
     precision,
     recall,
 )
+from d9d_metrics.confusion_scores import Score
+from d9d_metrics.step_clock import StepSeconds
 
 NAN = math.nan
 SCORES: dict[str, Score] = {

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from d9d_metrics import StepClock, StepSeconds, StepTime, Throughput
+from d9d_metrics import StepClock, StepTime, Throughput
+from d9d_metrics.step_clock import StepSeconds
 
 
 class _Time:

@@ -18,13 +18,11 @@ from d9d_metrics import (
     ConfusionMatrix,
     Max,
     Metric,
-    MetricSync,
     Min,
     ModelFlops,
     MulticlassClassification,
     MultilabelClassification,
     Perplexity,
-    StepSeconds,
     StepTime,
     Sum,
     Throughput,
@@ -33,10 +31,11 @@ from d9d_metrics import (
     compute_metrics,
     f_beta,
     precision,
-    read_values,
     recall,
     sync_metrics,
 )
+from d9d_metrics.step_clock import StepSeconds
+from d9d_metrics.sync import MetricSync, read_values
 
 Values = list[float]
 

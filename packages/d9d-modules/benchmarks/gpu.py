@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d9d_modules import language_model_head
+from d9d_modules.lm_head import language_model_head
 from d9d_modules.norm import add_rms_norm, rms_norm
 from d9d_modules.swiglu import silu_mul
 

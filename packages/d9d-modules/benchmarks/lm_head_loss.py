@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from d9d_modules import language_model_head
+from d9d_modules.lm_head import language_model_head
 
 
 def main() -> None:

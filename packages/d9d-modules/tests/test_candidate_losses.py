@@ -6,7 +6,8 @@ from torch.testing import assert_close
 import d9d_modules._chunked_token_loss
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
-from d9d_modules import CrossEntropy, LanguageModelHead, language_model_head
+from d9d_modules import CrossEntropy, LanguageModelHead
+from d9d_modules.lm_head import language_model_head
 
 VOCAB, NUM_CANDIDATES = 12, 4
 

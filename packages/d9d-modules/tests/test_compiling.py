@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_modules import CheckpointPolicy, DecoderLayer, RotaryTables, SwiGLU, rotary_tables
+from d9d_modules import CheckpointPolicy, DecoderLayer, SwiGLU, rotary_tables
 from d9d_modules.checkpointing import checkpoint_layers
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.compiling import compile_layers
 from d9d_modules.cross_entropy import CrossEntropy
+from d9d_modules.rope import RotaryTables
 
 
 class _Mean(nn.Module):

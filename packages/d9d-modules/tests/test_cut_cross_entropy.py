@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import UserError
-from d9d_modules import language_model_head, lm_head
+from d9d_modules import lm_head
 from d9d_modules._cut_cross_entropy import cut_cross_entropy, why_not_cut_cross_entropy
 from d9d_modules.cross_entropy import CrossEntropy
+from d9d_modules.lm_head import language_model_head
 
 
 class _Package(ModuleType):

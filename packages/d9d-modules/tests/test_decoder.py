@@ -1,7 +1,8 @@
 import torch
 from torch import Tensor, nn
 
-from d9d_modules import DecoderLayer, RMSNorm, RotaryTables, rotary_tables
+from d9d_modules import DecoderLayer, RMSNorm, rotary_tables
+from d9d_modules.rope import RotaryTables
 
 
 class _Attention(nn.Module):

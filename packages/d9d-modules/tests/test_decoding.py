@@ -20,7 +20,6 @@ from d9d_modules import (
     GroupedQueryAttention,
     Llama3ForCausalLM,
     MultiHeadLatentAttention,
-    PositionCache,
     Qwen3ForCausalLM,
     Qwen3Params,
     decoder_from_hugging_face,
@@ -29,6 +28,7 @@ from d9d_modules import (
 )
 from d9d_modules.decoding import CachedContext, WholeContext
 from d9d_modules.linear import Linear
+from d9d_modules.mixer_cache import PositionCache
 from d9d_state import StateMapper, load_model_state
 
 VOCAB, WIDTH = 19, 16

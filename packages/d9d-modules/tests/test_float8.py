@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, MeshConfig, UserError, materialize
 from d9d_dist.testing import assert_rounds_like
-from d9d_modules import Float8, Float8Recipe, Linear, convert_to_float8
+from d9d_modules import Float8, Linear, convert_to_float8
+from d9d_modules.float8 import Float8Recipe
 
 EMULATED = Float8(emulate=True)
 

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_modules import RopeScaling
+from d9d_modules.models.decoder_params import RopeScaling
 from d9d_modules.rope_scaling import (
     DynamicNtkScaling,
     LinearScaling,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_modules import GeGLU, SwiGLU
-from d9d_modules.swiglu import silu_mul
+from d9d_modules import SwiGLU
+from d9d_modules.swiglu import GeGLU, silu_mul
 
 
 def test_swiglu_equals_its_equation() -> None:

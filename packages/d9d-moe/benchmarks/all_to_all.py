@@ -20,7 +20,8 @@ from torch import Tensor
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_moe import AllToAllDispatcher, Routing
+from d9d_moe import AllToAllDispatcher
+from d9d_moe.router import Routing
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d9d_dist import MeshConfig
 from d9d_dist.testing import assert_trees_close, run_ranks
 from d9d_modules import CheckpointPolicy, checkpoint_activations
-from d9d_moe import AllToAllDispatcher, LocalDispatcher, Routing
+from d9d_moe import AllToAllDispatcher, LocalDispatcher
+from d9d_moe.router import Routing
 
 NUM_EXPERTS, SIZE = 8, 3
 

@@ -11,16 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import MeshConfig, UserError, all_to_all, materialize, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
-from d9d_moe import (
-    DeepEpDispatcher,
-    LocalDispatcher,
-    MoELayer,
-    Routing,
-    SharedExperts,
-    TopKRouter,
-    deep_ep_buffer,
-    parallelize_moe,
-)
+from d9d_moe import DeepEpDispatcher, LocalDispatcher, MoELayer, SharedExperts, TopKRouter, parallelize_moe
+from d9d_moe.deep_ep import deep_ep_buffer
+from d9d_moe.router import Routing
 
 NUM_EXPERTS, TOP_K, SIZE = 8, 3, 4
 

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d9d_moe import LocalDispatcher, Routing
+from d9d_moe import LocalDispatcher
+from d9d_moe.router import Routing
 
 
 def _routing(num_tokens: int, num_experts: int, top_k: int, *, used: int) -> Routing:

@@ -13,9 +13,8 @@ from d9d_moe import (
     balance_experts,
     load_statistics,
     pop_tokens_per_expert,
-    update_expert_bias,
-    update_global_load,
 )
+from d9d_moe.expert_balance import update_expert_bias, update_global_load
 
 
 def _model() -> nn.Sequential:

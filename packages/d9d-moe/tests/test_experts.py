@@ -4,7 +4,8 @@ import torch
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like
 from d9d_modules import SwiGLU
-from d9d_moe import GroupedClampedSwiGLU, GroupedSwiGLU, MoELayer, TopKRouter, clamped_swiglu
+from d9d_moe import GroupedSwiGLU, MoELayer, TopKRouter
+from d9d_moe.experts import GroupedClampedSwiGLU, clamped_swiglu
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 6), (torch.float32, 8)])

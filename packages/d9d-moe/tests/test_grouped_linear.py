@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like
-from d9d_moe import GROUPED_MATMUL_VARIABLE, GroupedLinear, GroupedMatmulBackend, choose_grouped_matmul, grouped_matmul
+from d9d_moe import GroupedLinear, grouped_matmul
+from d9d_moe.grouped_linear import GROUPED_MATMUL_VARIABLE, GroupedMatmulBackend, choose_grouped_matmul
 
 COUNTS = [[4, 0, 3, 5], [0, 0, 0, 12], [12, 0, 0, 0], [3, 3, 3, 3]]
 

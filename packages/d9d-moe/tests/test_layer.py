@@ -5,18 +5,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError, materialize
-from d9d_modules import HiddenAndLosses, SwiGLU
-from d9d_moe import (
-    CombineHandle,
-    Dispatched,
-    Dispatcher,
-    LocalDispatcher,
-    MoELayer,
-    RouterLosses,
-    Routing,
-    SharedExperts,
-    TopKRouter,
-)
+from d9d_modules import SwiGLU
+from d9d_modules.decoder import HiddenAndLosses
+from d9d_moe import Dispatcher, LocalDispatcher, MoELayer, RouterLosses, SharedExperts, TopKRouter
+from d9d_moe.dispatch import CombineHandle, Dispatched
+from d9d_moe.router import Routing
 
 
 def _moe(

@@ -4,7 +4,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from d9d_dist import UserError
-from d9d_moe import MoELayer, ReplayRouter, Routing, SigmoidRouter, TopKRouter
+from d9d_moe import MoELayer, SigmoidRouter, TopKRouter
+from d9d_moe.router import ReplayRouter, Routing
 
 ROUTERS = {
     "top_k": lambda: TopKRouter(8, num_experts=6, top_k=2, init_std=1.0),

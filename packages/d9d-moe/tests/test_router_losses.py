@@ -6,7 +6,9 @@ from torch import Tensor
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import run_ranks
-from d9d_moe import RouterLosses, Routing, SigmoidRouter, TokenGroups, TopKRouter, expert_load, token_losses
+from d9d_moe import RouterLosses, SigmoidRouter, TopKRouter
+from d9d_moe.router import Routing
+from d9d_moe.router_losses import TokenGroups, expert_load, token_losses
 
 ALONE = TokenGroups()
 

@@ -8,17 +8,8 @@ from torch import Tensor
 
 from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_dist.testing import KeepFloat64, run_ranks
-from d9d_moe import (
-    BalanceScope,
-    JointBalance,
-    Qwen3MoeForCausalLM,
-    Qwen3MoeParams,
-    RouterLosses,
-    TokenGroups,
-    TopKRouter,
-    token_losses,
-    token_records,
-)
+from d9d_moe import JointBalance, Qwen3MoeForCausalLM, Qwen3MoeParams, RouterLosses, TopKRouter, token_records
+from d9d_moe.router_losses import BalanceScope, TokenGroups, token_losses
 
 NUM_EXPERTS, TOP_K = 5, 2
 ROUNDING = torch.finfo(torch.float32).eps

@@ -7,7 +7,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import SplitBackward, UserError
 from d9d_moe import GroupedLinear
-from d9d_peft import DoRA, DoraAdapter, inject, load_adapters, merge_, save_adapters
+from d9d_peft import DoRA, inject, load_adapters, merge_, save_adapters
+from d9d_peft.dora import DoraAdapter
 from d9d_state import stack
 
 

@@ -4,7 +4,8 @@ from torch import nn
 
 from d9d_dist import UserError
 from d9d_modules import SplitTokenEmbedding
-from d9d_peft import FullTune, Target, inject
+from d9d_peft import FullTune, inject
+from d9d_peft._targets import Target
 
 
 def model() -> nn.Sequential:

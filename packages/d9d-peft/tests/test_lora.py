@@ -8,7 +8,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from d9d_dist import SplitBackward, UserError
 from d9d_moe import GroupedLinear, grouped_matmul
-from d9d_peft import DoRA, LoRA, LoraAdapter, LowRank, inject
+from d9d_peft import DoRA, LoRA, inject
+from d9d_peft.lora import LoraAdapter
+from d9d_peft.low_rank import LowRank
 
 
 class Attention(nn.Module):

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 from d9d_dist import MeshConfig, UserError, materialize
 from d9d_dist.testing import run_ranks
-from d9d_peft import Adapter, DoRA, FullTune, LoRA, PeftMethod, Plan, Stack, first_names, inject, merge_
+from d9d_peft import Adapter, DoRA, FullTune, LoRA, PeftMethod, Plan, Stack, inject, merge_
+from d9d_peft.method import first_names
 from d9d_state import identity_of, load_model_state, save_model_state, scope, sequential
 
 

@@ -27,8 +27,9 @@ from d9d_dist import (
 )
 from d9d_dist.testing import assert_rounds_like, full_gradients, full_parameters, run_ranks
 from d9d_moe import GroupedLinear
-from d9d_peft import DoRA, LoRA, QuantizedWeight, adapters_off, fake_quantize, inject, merge_, quantize_base
+from d9d_peft import DoRA, LoRA, adapters_off, fake_quantize, inject, merge_, quantize_base
 from d9d_peft.block_format import NF4_VALUES, BlockFormat, dequantize_blocks, quantize_blocks
+from d9d_peft.quantized_base import QuantizedWeight
 from d9d_state import load_model_state, save_model_state, sequential
 
 FORMATS: tuple[BlockFormat, ...] = ("nf4", "int8")

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from d9d_pipeline import (
-    Compute,
     DualPipeV,
     ForwardOnly,
     GPipe,
@@ -22,12 +21,13 @@ from d9d_pipeline import (
     LoopedBreadthFirst,
     OneForwardOneBackward,
     Schedule,
-    StagePlacement,
     ZeroBubble1P,
     ZeroBubbleV,
     build,
     verify,
 )
+from d9d_pipeline.actions import Compute
+from d9d_pipeline.schedule import StagePlacement
 from d9d_pipeline.schedules import v_shaped
 
 SCHEDULES: list[tuple[Schedule, float]] = [  # with the target in milliseconds for p = 16, m = 64

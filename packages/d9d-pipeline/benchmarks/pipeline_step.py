@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from d9d_dist import MeshConfig, WeightGradHandle, defer_weight_grad
+from d9d_dist import MeshConfig, defer_weight_grad
+from d9d_dist.split_backward import WeightGradHandle
 from d9d_dist.testing import run_ranks
 from d9d_pipeline import (
     Backward,

@@ -1,16 +1,5 @@
-from d9d_pipeline import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    ComputeLoss,
-    Forward,
-    Overlap,
-    ReceiveInput,
-    ReceiveOutputGradient,
-    SendInputGradient,
-    SendOutput,
-)
-from d9d_pipeline.actions import parts
+from d9d_pipeline import Backward, BackwardInput, BackwardWeight, Forward, Overlap
+from d9d_pipeline.actions import ComputeLoss, ReceiveInput, ReceiveOutputGradient, SendInputGradient, SendOutput, parts
 
 
 def test_the_text_of_an_action_is_a_letter_and_a_microbatch() -> None:

@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 
 from d9d_dist import UserError
 from d9d_pipeline import (
-    Action,
     Backward,
     BackwardWeight,
-    Compute,
-    ComputeLoss,
     DualPipeV,
     Forward,
     ForwardOnly,
@@ -20,14 +17,12 @@ from d9d_pipeline import (
     Interleaved,
     OneForwardOneBackward,
     Program,
-    ReceiveInput,
     Schedule,
-    SendOutput,
     ZeroBubble1P,
     ZeroBubbleV,
     build,
 )
-from d9d_pipeline.actions import parts
+from d9d_pipeline.actions import Action, Compute, ComputeLoss, ReceiveInput, SendOutput, parts
 
 
 def computed(program: Program) -> list[list[tuple[str, int, int]]]:

@@ -9,18 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import MeshConfig, UserError, parallelize_fsdp
 from d9d_dist.testing import run_ranks
-from d9d_pipeline import (
-    Backward,
-    Compute,
-    Executor,
-    Forward,
-    ForwardOnly,
-    GPipe,
-    Inputs,
-    OneForwardOneBackward,
-    Schedule,
-    build,
-)
+from d9d_pipeline import Backward, Executor, Forward, ForwardOnly, GPipe, Inputs, OneForwardOneBackward, Schedule, build
+from d9d_pipeline.actions import Compute
 
 
 class _Block(nn.Module):

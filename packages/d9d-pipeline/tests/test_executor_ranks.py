@@ -24,21 +24,17 @@ from d9d_pipeline import (
     Inputs,
     Interleaved,
     LoopedBreadthFirst,
-    Messages,
     OneForwardOneBackward,
     Program,
-    ReceiveInput,
-    ReceiveOutputGradient,
     Schedule,
-    SendInputGradient,
-    SendOutput,
     Timeline,
     ZeroBubble1P,
     ZeroBubbleV,
     build,
-    stage_output,
     verify,
 )
+from d9d_pipeline.actions import ReceiveInput, ReceiveOutputGradient, SendInputGradient, SendOutput
+from d9d_pipeline.channel import Messages, stage_output
 
 SIZE = 6
 

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_pipeline import PipelinedModel, StagePlacement, ranks_of_stages
+from d9d_pipeline import PipelinedModel
+from d9d_pipeline.schedule import StagePlacement, ranks_of_stages
 
 
 class _Stage(nn.Module):

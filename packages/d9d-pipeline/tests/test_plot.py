@@ -10,7 +10,6 @@ from d9d_pipeline import (
     DualPipeV,
     Forward,
     OneForwardOneBackward,
-    SendOutput,
     TimedAction,
     Timeline,
     ZeroBubbleV,
@@ -19,6 +18,7 @@ from d9d_pipeline import (
     plot_simulation,
     simulate,
 )
+from d9d_pipeline.actions import SendOutput
 
 
 def axes() -> Any:

@@ -1,7 +1,7 @@
 import pytest
 
 from d9d_dist import UserError
-from d9d_pipeline import ranks_of_stages
+from d9d_pipeline.schedule import ranks_of_stages
 
 
 def test_stage_ranks_of_loop_and_v_placement() -> None:

@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_pipeline import SharedParameters, ranks_of_stages, shared_names
+from d9d_pipeline import SharedParameters
+from d9d_pipeline.schedule import ranks_of_stages
+from d9d_pipeline.shared_parameters import shared_names
 
 HOLDERS = {"ends": (0, 3), "often": (0, 1, 3), "frozen": (1, 2)}
 

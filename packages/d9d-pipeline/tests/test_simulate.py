@@ -6,7 +6,6 @@ from d9d_dist import UserError
 from d9d_pipeline import (
     Backward,
     BackwardWeight,
-    Compute,
     Costs,
     DualPipeV,
     Forward,
@@ -18,13 +17,12 @@ from d9d_pipeline import (
     Program,
     ProgramError,
     Schedule,
-    SendInputGradient,
-    SendOutput,
     ZeroBubble1P,
     ZeroBubbleV,
     build,
     simulate,
 )
+from d9d_pipeline.actions import Compute, SendInputGradient, SendOutput
 
 SCHEDULES: list[Schedule] = [
     GPipe(),

@@ -3,16 +3,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d_pipeline import (
-    Action,
     Backward,
-    ComputeLoss,
     DualPipeV,
     Forward,
     ForwardOnly,
     GPipe,
     Interleaved,
     OneForwardOneBackward,
-    ReceiveInput,
     Schedule,
     TimedAction,
     Timeline,
@@ -22,6 +19,7 @@ from d9d_pipeline import (
     simulate,
     verify,
 )
+from d9d_pipeline.actions import Action, ComputeLoss, ReceiveInput
 
 
 def timed(*actions: tuple[Action, float, float]) -> tuple[TimedAction, ...]:

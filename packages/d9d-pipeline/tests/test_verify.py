@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 
 from d9d_dist import UserError
 from d9d_pipeline import (
-    Action,
     Backward,
     BackwardInput,
     BackwardWeight,
-    Compute,
-    ComputeLoss,
     DualPipeV,
     Forward,
     ForwardOnly,
@@ -29,17 +26,22 @@ from d9d_pipeline import (
     Overlap,
     Program,
     ProgramError,
-    ReceiveInput,
-    ReceiveOutputGradient,
     Schedule,
-    SendInputGradient,
-    SendOutput,
     ZeroBubble1P,
     ZeroBubbleV,
     build,
     verify,
 )
-from d9d_pipeline.actions import parts
+from d9d_pipeline.actions import (
+    Action,
+    Compute,
+    ComputeLoss,
+    ReceiveInput,
+    ReceiveOutputGradient,
+    SendInputGradient,
+    SendOutput,
+    parts,
+)
 
 SCHEDULES: list[Schedule] = [
     ForwardOnly(),

@@ -7,7 +7,8 @@ import pytest
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_state import CheckpointStore, StateError, locked_folder
+from d9d_state import CheckpointStore, StateError
+from d9d_state.folder_lock import locked_folder
 
 
 def test_second_job_error_names_lock_holder(tmp_path: Path) -> None:

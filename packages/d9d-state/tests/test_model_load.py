@@ -15,7 +15,6 @@ from d9d_dist import MeshConfig, UserError, full_tensor, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_state import (
     StateError,
-    check_model_state,
     concat,
     drop,
     identity,
@@ -28,6 +27,7 @@ from d9d_state import (
     stack,
     transform,
 )
+from d9d_state.model_load import check_model_state
 from d9d_state.module_tensors import module_tensors
 from d9d_state.region_reader import RegionReader
 

@@ -15,7 +15,6 @@ from d9d_dist.testing import run_ranks
 from d9d_state import (
     StateError,
     StateMapper,
-    check_export,
     concat,
     convert_model_state,
     drop,
@@ -30,6 +29,7 @@ from d9d_state import (
     transform,
     unstack,
 )
+from d9d_state.model_save import check_export
 from d9d_state.module_tensors import module_tensors
 from d9d_state.safetensors_file import StreamedFile
 

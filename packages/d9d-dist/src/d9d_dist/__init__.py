@@ -13,44 +13,23 @@ if TYPE_CHECKING:
     from d9d_dist.collectives.differentiable import reduce_from_axis as reduce_from_axis
     from d9d_dist.collectives.differentiable import reduce_scatter_to_axis as reduce_scatter_to_axis
     from d9d_dist.collectives.differentiable import scatter_to_axis as scatter_to_axis
-    from d9d_dist.collectives.differentiable import sum_over_ranks as sum_over_ranks
     from d9d_dist.collectives.tensors import all_gather as all_gather
-    from d9d_dist.collectives.tensors import all_gather_variadic as all_gather_variadic
-    from d9d_dist.collectives.tensors import all_reduce_scalars as all_reduce_scalars
     from d9d_dist.collectives.tensors import all_to_all as all_to_all
     from d9d_dist.collectives.tensors import gather as gather
-    from d9d_dist.collectives.tensors import gather_variadic as gather_variadic
     from d9d_dist.collectives.tensors import reduce_scatter as reduce_scatter
-    from d9d_dist.collectives.tree_gather import all_gather_trees as all_gather_trees
-    from d9d_dist.context_parallel.all_gather import AllGatherAttention as AllGatherAttention
-    from d9d_dist.context_parallel.all_to_all import AllToAllAttention as AllToAllAttention
     from d9d_dist.context_parallel.attention import Attention as Attention
-    from d9d_dist.context_parallel.attention import AttentionOfHeads as AttentionOfHeads
-    from d9d_dist.context_parallel.attention import DeclaresCausality as DeclaresCausality
-    from d9d_dist.context_parallel.attention import DeclaresStandardSdpa as DeclaresStandardSdpa
     from d9d_dist.context_parallel.attention import sdpa_attention as sdpa_attention
     from d9d_dist.context_parallel.parallelize import ContextMethod as ContextMethod
-    from d9d_dist.context_parallel.parallelize import HasAttention as HasAttention
-    from d9d_dist.context_parallel.parallelize import HasContextMesh as HasContextMesh
     from d9d_dist.context_parallel.parallelize import RequiresFullSequence as RequiresFullSequence
-    from d9d_dist.context_parallel.parallelize import context_parallel_attention as context_parallel_attention
     from d9d_dist.context_parallel.parallelize import parallelize_context as parallelize_context
-    from d9d_dist.context_parallel.ring import RingAttention as RingAttention
     from d9d_dist.context_parallel.split import ContextSplit as ContextSplit
     from d9d_dist.data_parallel.batch_norm import synchronize_batch_norm as synchronize_batch_norm
-    from d9d_dist.data_parallel.embedding_rows import synchronize_embeddings as synchronize_embeddings
-    from d9d_dist.data_parallel.embedding_rows import writes_to_rows as writes_to_rows
-    from d9d_dist.data_parallel.gathered_parameters import free_gathered as free_gathered
-    from d9d_dist.data_parallel.gathered_parameters import free_gathered_after_backward as free_gathered_after_backward
     from d9d_dist.data_parallel.parallelize import parallelize_fsdp as parallelize_fsdp
     from d9d_dist.data_parallel.parallelize import parallelize_hsdp as parallelize_hsdp
     from d9d_dist.data_parallel.parallelize import parallelize_replicate as parallelize_replicate
-    from d9d_dist.data_parallel.parallelize import refuse_lost_writes as refuse_lost_writes
-    from d9d_dist.errors import AddressInUseError as AddressInUseError
     from d9d_dist.errors import StartupTimeoutError as StartupTimeoutError
     from d9d_dist.errors import UserError as UserError
     from d9d_dist.expert_parallel import parallelize_experts as parallelize_experts
-    from d9d_dist.gradients.grad_dtype import grad_dtype_of as grad_dtype_of
     from d9d_dist.gradients.grad_dtype import set_grad_dtype as set_grad_dtype
     from d9d_dist.gradients.gradient_norm import global_grad_norm as global_grad_norm
     from d9d_dist.gradients.gradient_norm import grad_norm_parts as grad_norm_parts
@@ -65,32 +44,18 @@ if TYPE_CHECKING:
     from d9d_dist.groups.launch import Launch as Launch
     from d9d_dist.groups.launch import read_launch as read_launch
     from d9d_dist.groups.mesh import MeshConfig as MeshConfig
-    from d9d_dist.groups.process_groups import destroy_process_groups as destroy_process_groups
-    from d9d_dist.groups.symmetric_memory import enable_symmetric_memory as enable_symmetric_memory
     from d9d_dist.groups.timeouts import Timeouts as Timeouts
-    from d9d_dist.planned_device import RecordBlock as RecordBlock
-    from d9d_dist.planned_device import each_block as each_block
-    from d9d_dist.planned_device import is_on_host as is_on_host
-    from d9d_dist.planned_device import planned_accelerator as planned_accelerator
-    from d9d_dist.planned_device import recorded_blocks as recorded_blocks
     from d9d_dist.precision import Precision as Precision
-    from d9d_dist.precision import PrecisionName as PrecisionName
     from d9d_dist.shards import Region as Region
     from d9d_dist.shards import copy_from_full_ as copy_from_full_
-    from d9d_dist.shards import from_local as from_local
     from d9d_dist.shards import full_tensor as full_tensor
     from d9d_dist.shards import indexed_blocks as indexed_blocks
     from d9d_dist.shards import is_first_replica as is_first_replica
-    from d9d_dist.shards import local_part as local_part
-    from d9d_dist.shards import local_positions as local_positions
     from d9d_dist.shards import local_region as local_region
     from d9d_dist.shards import local_tensor as local_tensor
-    from d9d_dist.split_backward import DeferredWeightGrads as DeferredWeightGrads
     from d9d_dist.split_backward import SplitBackward as SplitBackward
-    from d9d_dist.split_backward import WeightGradHandle as WeightGradHandle
     from d9d_dist.split_backward import defer_weight_grad as defer_weight_grad
     from d9d_dist.stage import StageInfo as StageInfo
-    from d9d_dist.tensor_parallel.follows_weight import FollowsWeight as FollowsWeight
     from d9d_dist.tensor_parallel.parallelize import parallelize_tensor as parallelize_tensor
     from d9d_dist.tensor_parallel.styles import ColumnParallel as ColumnParallel
     from d9d_dist.tensor_parallel.styles import Replicated as Replicated
@@ -102,34 +67,15 @@ if TYPE_CHECKING:
     from d9d_dist.tensor_parallel.styles import VocabParallelHead as VocabParallelHead
     from d9d_dist.tensor_parallel.vocab import HasTokenLoss as HasTokenLoss
     from d9d_dist.tensor_parallel.vocab import HasVocabParallelForm as HasVocabParallelForm
-    from d9d_dist.tensor_parallel.vocab import TokenLoss as TokenLoss
-    from d9d_dist.tensor_parallel.vocab import VocabParallelCrossEntropy as VocabParallelCrossEntropy
-    from d9d_dist.tensor_parallel.vocab import token_cross_entropy as token_cross_entropy
-    from d9d_dist.token_ids import check_token_ids as check_token_ids
     from d9d_dist.values._model_tensors import canonical_name as canonical_name
     from d9d_dist.values.block_gather import gather_in_blocks as gather_in_blocks
-    from d9d_dist.values.buffer_values import BufferValues as BufferValues
-    from d9d_dist.values.counter_random import mix_bits as mix_bits
-    from d9d_dist.values.counter_random import random_bits_at as random_bits_at
     from d9d_dist.values.late_init import ModuleLateInit as ModuleLateInit
-    from d9d_dist.values.late_init import allocate as allocate
     from d9d_dist.values.late_init import materialize as materialize
-    from d9d_dist.values.model_values import built_values as built_values
-    from d9d_dist.values.model_values import digest_values as digest_values
-    from d9d_dist.values.model_values import move_to_meta as move_to_meta
-    from d9d_dist.values.model_values import move_values as move_values
     from d9d_dist.values.model_values import place_values as place_values
     from d9d_dist.values.offload import ModuleOffloader as ModuleOffloader
-    from d9d_dist.values.offload import Offloadable as Offloadable
-    from d9d_dist.values.offload import Offloaded as Offloaded
     from d9d_dist.values.offload import offload_tensor as offload_tensor
     from d9d_dist.values.offload import onload_tensor as onload_tensor
-    from d9d_dist.values.parameter_role import DeclaresParameterRoles as DeclaresParameterRoles
-    from d9d_dist.values.parameter_role import ParameterRole as ParameterRole
     from d9d_dist.values.parameter_role import parameter_roles as parameter_roles
-    from d9d_dist.values.parameter_writes import refuse_later_writes as refuse_later_writes
-    from d9d_dist.values.parameter_writes import refuse_sparse_gradient as refuse_sparse_gradient
-    from d9d_dist.values.parameter_writes import written_tensors as written_tensors
     from d9d_dist.values.seeds import rank_role as rank_role
     from d9d_dist.values.seeds import seed_everything as seed_everything
     from d9d_dist.values.seeds import stream_key as stream_key

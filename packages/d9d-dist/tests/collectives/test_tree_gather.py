@@ -3,7 +3,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from d9d_dist import MeshConfig, UserError, all_gather_trees
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.collectives.tree_gather import all_gather_trees
 from d9d_dist.testing import run_ranks
 
 

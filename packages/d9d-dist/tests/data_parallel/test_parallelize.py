@@ -19,14 +19,14 @@ from d9d_dist import (
     parallelize_hsdp,
     parallelize_replicate,
     parallelize_tensor,
-    refuse_later_writes,
-    refuse_lost_writes,
     set_gradient_sync,
     sync_gradients,
-    synchronize_embeddings,
 )
+from d9d_dist.data_parallel.embedding_rows import synchronize_embeddings
+from d9d_dist.data_parallel.parallelize import refuse_lost_writes
 from d9d_dist.gradients._local_parameters import compute_locally, distribute_parameters
 from d9d_dist.testing import assert_trees_close, full_gradients, full_tree, run_ranks
+from d9d_dist.values.parameter_writes import refuse_later_writes
 
 HSDP_AXES = ("dp_replicate", "dp_cp_shard", "cp_replicate")
 

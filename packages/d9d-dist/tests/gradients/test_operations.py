@@ -10,13 +10,12 @@ from d9d_dist import (
     clip_grad_norm_,
     defer_gradient_sync,
     finish_gradient_sync,
-    free_gathered,
-    free_gathered_after_backward,
     full_tensor,
     parallelize_hsdp,
     scale_gradients_,
     set_grad_dtype,
 )
+from d9d_dist.data_parallel.gathered_parameters import free_gathered, free_gathered_after_backward
 from d9d_dist.gradients.grad_dtype import HAS_GRAD_DTYPE
 from d9d_dist.testing import run_ranks
 

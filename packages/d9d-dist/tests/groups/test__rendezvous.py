@@ -7,7 +7,8 @@ import pytest
 import torch.distributed as dist
 
 import d9d_dist.groups._rendezvous
-from d9d_dist import AddressInUseError, Launch, StartupTimeoutError, UserError
+from d9d_dist import Launch, StartupTimeoutError, UserError
+from d9d_dist.errors import AddressInUseError
 from d9d_dist.failures.peers import publish_self
 from d9d_dist.groups._rendezvous import connect_store, store_place, wait_for_ranks
 

@@ -2,7 +2,8 @@ from unittest import mock
 
 import pytest
 
-from d9d_dist import MeshConfig, UserError, enable_symmetric_memory
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.groups.symmetric_memory import enable_symmetric_memory
 from d9d_dist.testing import run_ranks
 
 

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from d9d_dist import (
     ColumnParallel,
-    FollowsWeight,
     MeshConfig,
     RowParallel,
     SequenceParallel,
@@ -18,6 +17,7 @@ from d9d_dist import (
     parallelize_tensor,
     sync_gradients,
 )
+from d9d_dist.tensor_parallel.follows_weight import FollowsWeight
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 
 

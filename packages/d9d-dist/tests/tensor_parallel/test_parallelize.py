@@ -18,16 +18,14 @@ from d9d_dist import (
     SequenceParallel,
     TensorRegion,
     TensorStyle,
-    TokenLoss,
     UserError,
-    VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     VocabParallelHead,
     materialize,
     parallelize_hsdp,
     parallelize_tensor,
-    token_cross_entropy,
 )
+from d9d_dist.tensor_parallel.vocab import TokenLoss, VocabParallelCrossEntropy, token_cross_entropy
 from d9d_dist.testing import Device, assert_trees_close, full_gradients, run_ranks
 
 VOCAB, SIZE, HEADS, HEAD_DIM, LENGTH = 16, 12, 4, 3, 8

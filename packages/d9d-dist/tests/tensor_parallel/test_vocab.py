@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from d9d_dist import MeshConfig, UserError, VocabParallelCrossEntropy
-from d9d_dist.tensor_parallel.vocab import embed_vocab_shard
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.tensor_parallel.vocab import VocabParallelCrossEntropy, embed_vocab_shard
 from d9d_dist.testing import Device, run_ranks
 
 NUM_TOKENS, VOCAB, SIZE = 13, 12, 5

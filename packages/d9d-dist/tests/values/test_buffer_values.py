@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import BufferValues
+from d9d_dist.values.buffer_values import BufferValues
 
 LARGE = 1 << 15  # float32 values of a buffer whose writes are found by its version
 

@@ -14,10 +14,7 @@ from d9d_dist import (
     DistributedContext,
     MeshConfig,
     UserError,
-    built_values,
     canonical_name,
-    digest_values,
-    move_to_meta,
     parallelize_hsdp,
     parallelize_replicate,
     parallelize_tensor,
@@ -25,6 +22,7 @@ from d9d_dist import (
 )
 from d9d_dist.tensor_parallel.styles import ColumnParallel, RowParallel
 from d9d_dist.testing import run_ranks
+from d9d_dist.values.model_values import built_values, digest_values, move_to_meta
 
 
 class _Odd(nn.Module):

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_dist import DeclaresParameterRoles, ParameterRole, parameter_roles
+from d9d_dist import parameter_roles
+from d9d_dist.values.parameter_role import DeclaresParameterRoles, ParameterRole
 
 
 class _Experts(nn.Module):

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from d9d_dist import AddressInUseError, StartupTimeoutError, UserError
+from d9d_dist import StartupTimeoutError, UserError
+from d9d_dist.errors import AddressInUseError
 from d9d_loop.data_error import DataError
 from d9d_loop.resilience import ExitCode, Stopped
 from d9d_loop.user_frames import describe_frames, user_frames

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
-from d9d_metrics import Tracked
+from d9d_metrics.trackers.values import Tracked
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from d9d_dist import stream_key
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Generator[None]:
     """Switch to evaluation mode without gradients; restore modes of modules, buffers and random states on exit."""
-    from d9d_dist import BufferValues  # noqa: PLC0415 - imports DTensor, which event handlers do not need
+    from d9d_dist.values.buffer_values import BufferValues  # noqa: PLC0415 - imports DTensor, which event handlers do not need
 
     training = [module for module in model.modules() if module.training]
     buffers = BufferValues(model)

@@ -19,7 +19,9 @@ def read_job(words: Sequence[str]) -> "tuple[d9d_loop.Trainer, JobFileConfig]":
         return jobs.text_trainer(text_config), text_config
     config = PresetConfig.from_cli(arguments=words)
     look_beside_preset(words)
-    return d9d_loop.preset_trainer(config), config
+    from d9d_loop.preset_job import preset_trainer  # noqa: PLC0415 - imports torch
+
+    return preset_trainer(config), config
 
 
 def _is_text_job(words: Sequence[str]) -> bool:

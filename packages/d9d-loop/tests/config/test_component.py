@@ -9,7 +9,8 @@ import torch
 from pydantic import BaseModel
 
 from d9d_dist import UserError
-from d9d_loop import Component, validate_config
+from d9d_loop import validate_config
+from d9d_loop.config.component import Component
 
 _HERE = "parts_of_a_test:"
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from d9d_dist import UserError
-from d9d_loop import AdamWConfig, SGDConfig, TrainerConfig
+from d9d_loop import AdamWConfig, TrainerConfig
 from d9d_loop.config.config_source import parse_command_line, validate_config
-from d9d_loop.optimizers.optimizer import OptimizerConfig
+from d9d_loop.optimizers.optimizer import OptimizerConfig, SGDConfig
 
 JOB = {"steps": 3, "batch": {"global_size": 8}}
 

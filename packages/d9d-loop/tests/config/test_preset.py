@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 
 from d9d_dist import UserError
-from d9d_loop import (
-    InferencePresetConfig,
-    PresetConfig,
-    StepDone,
-    preset_inference,
-    preset_trainer,
-    read_config_file,
-    validate_config,
-)
+from d9d_loop import InferencePresetConfig, StepDone, preset_inference, read_config_file, validate_config
 from d9d_loop.__main__ import main
-from d9d_loop.config.preset import look_beside_preset
+from d9d_loop.config.preset import PresetConfig, look_beside_preset
+from d9d_loop.preset_job import preset_trainer
 
 _PROJECT = """
 import sys

@@ -1,8 +1,9 @@
 import pytest
 
 from d9d_dist import UserError
-from d9d_loop import PipelineConfig, ScheduleConfig
+from d9d_loop import ScheduleConfig
 from d9d_loop.config.schedule_config import KINDS
+from d9d_loop.config.trainer_config import PipelineConfig
 from d9d_pipeline import Interleaved, OneForwardOneBackward, Schedule, ZeroBubble1P, ZeroBubbleV, build
 
 

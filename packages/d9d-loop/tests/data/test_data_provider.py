@@ -3,8 +3,8 @@ from typing import Any
 
 import torch
 
-from d9d_loop import SampleOrder
 from d9d_loop.data import DataProvider, DatasetProvider, IndexedStream, SampleStream
+from d9d_loop.data.sample_order import SampleOrder
 
 
 def test_a_dataset_is_a_provider() -> None:

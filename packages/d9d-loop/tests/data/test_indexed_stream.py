@@ -3,8 +3,8 @@ import torch
 from example_streams import assert_resumes_anywhere, lists_stream
 
 from d9d_dist import UserError
-from d9d_loop import SampleOrder
 from d9d_loop.data import IndexedStream
+from d9d_loop.data.sample_order import SampleOrder
 
 
 def test_an_indexed_stream_follows_the_sample_order_across_epochs() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_loop import SampleOrder
+from d9d_loop.data.sample_order import SampleOrder
 
 SEEDS = st.integers(0, 2**63)
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_loop import SampleOrder
 from d9d_loop.data import (
     BucketedStream,
     DataError,
@@ -26,6 +25,7 @@ from d9d_loop.data import (
     StreamLoader,
     TokenizedStream,
 )
+from d9d_loop.data.sample_order import SampleOrder
 
 GLOBAL_SIZE = 12
 SHARES = [  # (microbatch size, microbatches, ranks) with the same global size

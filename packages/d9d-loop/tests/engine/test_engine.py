@@ -6,17 +6,11 @@ from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_loop import (
-    AdamWConfig,
-    BadStepFound,
-    Engine,
-    Loss,
-    LossFunction,
-    StepResult,
-    Task,
-    WarmupCosineConfig,
-)
+from d9d_loop import AdamWConfig, BadStepFound, Engine, Loss, Task
+from d9d_loop.engine.train_step import StepResult
+from d9d_loop.lr.lr_schedule import WarmupCosineConfig
 from d9d_loop.resilience import BadStepConfig, StepGuard
+from d9d_loop.task import LossFunction
 from d9d_pipeline import Inputs
 
 Batch = dict[str, torch.Tensor]

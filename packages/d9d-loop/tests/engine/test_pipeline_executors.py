@@ -5,7 +5,8 @@ from torch import nn
 
 import d9d_loop.engine.pipeline
 from d9d_dist import DistributedContext
-from d9d_loop import Engine, Loss, Pipeline, Task
+from d9d_loop import Engine, Loss, Task
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_pipeline import Executor, Inputs, Interleaved, build
 
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, MeshConfig, full_tensor, parallelize_hsdp, parallelize_replicate
 from d9d_dist.testing import run_ranks
-from d9d_loop import AdamWConfig, Engine, GradientConfig, GradientsReady, Loss, Pipeline, StochasticAdamWConfig, Task
-from d9d_loop.optimizers.optimizer import OptimizerSettings
+from d9d_loop import AdamWConfig, Engine, GradientConfig, GradientsReady, Loss, Task
+from d9d_loop.engine.pipeline import Pipeline
+from d9d_loop.optimizers.optimizer import OptimizerSettings, StochasticAdamWConfig
 
 SMALL = 2.0**-9
 ROUNDING = 6 * torch.finfo(torch.float32).eps

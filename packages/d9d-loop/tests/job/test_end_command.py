@@ -15,7 +15,8 @@ from d9d_loop.job.end_command import report_early_failure, run_command
 from d9d_loop.job.journal import Journal
 from d9d_loop.report.run_status import read_status, write_failure
 from d9d_loop.resilience.node_files import forget_ranks
-from d9d_state import StateError, locked_folder
+from d9d_state import StateError
+from d9d_state.folder_lock import locked_folder
 
 _SAY = 'echo "$D9D_STATE $D9D_STEP of $D9D_STEPS, saved $D9D_SAVED: $D9D_ERROR" >> "$D9D_RUN/said"'
 

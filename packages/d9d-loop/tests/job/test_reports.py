@@ -12,8 +12,9 @@ import torch
 
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop import StepResult, TrainerConfig, validate_config
+from d9d_loop import TrainerConfig, validate_config
 from d9d_loop.engine.job_state import Record
+from d9d_loop.engine.train_step import StepResult
 from d9d_loop.job.reports import Reports
 from d9d_metrics import Sum, read_metrics
 

@@ -31,7 +31,6 @@ from d9d_loop import (
     ConfigReady,
     DataReady,
     EvaluationDone,
-    Event,
     Failed,
     Finished,
     Loss,
@@ -48,6 +47,7 @@ from d9d_loop import (
     TrainResult,
     validate_config,
 )
+from d9d_loop.events import Event
 from d9d_loop.resilience import ExitCode, Stopped, launcher_watch
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.launcher_watch import LAUNCHER

@@ -21,7 +21,6 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
     EvaluationDone,
-    Event,
     Finished,
     Loss,
     ModelExported,
@@ -31,9 +30,10 @@ from d9d_loop import (
     Trainer,
     TrainerConfig,
     TrainResult,
-    WarmupCosineConfig,
     validate_config,
 )
+from d9d_loop.events import Event
+from d9d_loop.lr.lr_schedule import WarmupCosineConfig
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_metrics import JsonlTracker, Metric, Sum, read_metrics
 from d9d_state import CheckpointStore, StateError

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_loop import TrainerConfig, WarmupCosineConfig, validate_config
+from d9d_loop import TrainerConfig, validate_config
 from d9d_loop.lr import CosinePhase, LinearPhase
-from d9d_loop.lr.lr_schedule import PiecewiseConfig, WsdConfig
+from d9d_loop.lr.lr_schedule import PiecewiseConfig, WarmupCosineConfig, WsdConfig
 
 
 def _factors(num_steps: int, warmup_steps: int, final_fraction: float) -> list[float]:

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from d9d_loop import WarmupCosineConfig
 from d9d_loop.lr import draw_lr_schedule, plot_lr_schedule
+from d9d_loop.lr.lr_schedule import WarmupCosineConfig
 
 SCHEDULE = WarmupCosineConfig(warmup_steps=10).build(100)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_loop import TrainerConfig, TransformersScheduleConfig, WarmupCosineConfig, validate_config
-from d9d_loop.lr.transformers_schedule import ScheduleName
+from d9d_loop import TrainerConfig, validate_config
+from d9d_loop.lr.lr_schedule import WarmupCosineConfig
+from d9d_loop.lr.transformers_schedule import ScheduleName, TransformersScheduleConfig
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "cosine_warmup_with_min_lr": {"min_lr": 1e-4, "warmup_lr_rate": 0.2},

@@ -10,16 +10,8 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
-from d9d_loop import (
-    Loss,
-    ModelProvider,
-    PretrainedProvider,
-    Task,
-    Trainer,
-    TrainerConfig,
-    pretrained_model,
-    validate_config,
-)
+from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig, pretrained_model, validate_config
+from d9d_loop.model.pretrained_model import PretrainedProvider
 from d9d_state import JsonValue, StateMapper, read_model_state, rename, save_model_state
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import StageInfo, UserError, each_block
+from d9d_dist import StageInfo, UserError
+from d9d_dist.planned_device import each_block
 from d9d_loop import FunctionProvider
 from d9d_loop.model.stage_check import build_stages, check_chain, check_parts
 from d9d_pipeline import Inputs

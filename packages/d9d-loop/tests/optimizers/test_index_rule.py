@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from d9d_dist import MeshConfig, from_local, full_tensor, local_part, local_tensor
+from d9d_dist import MeshConfig, full_tensor, local_tensor
+from d9d_dist.shards import from_local, local_part
 from d9d_dist.testing import run_ranks
 from d9d_loop.optimizers.index_rule import global_indices, index_rules
 

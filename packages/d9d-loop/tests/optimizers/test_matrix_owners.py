@@ -3,7 +3,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from d9d_dist import MeshConfig, local_part, local_tensor
+from d9d_dist import MeshConfig, local_tensor
+from d9d_dist.shards import local_part
 from d9d_dist.testing import run_ranks
 from d9d_loop.optimizers.matrix_owners import map_matrices
 

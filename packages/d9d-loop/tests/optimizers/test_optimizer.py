@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import assert_trees_close, full_parameters, run_ranks
-from d9d_loop import AdamWConfig, GroupConfig, TrainerConfig, validate_config
+from d9d_loop import AdamWConfig, TrainerConfig, validate_config
 from d9d_loop.optimizers import JoinedOptimizer, Lion, LocalSGD, Muon
 from d9d_loop.optimizers.optimizer import (
+    GroupConfig,
     LionConfig,
     Member,
     MuonConfig,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d9d_dist import random_bits_at
 from d9d_dist.testing import run_tests_interpreted
+from d9d_dist.values.counter_random import random_bits_at
 from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices
 from d9d_loop.optimizers.stochastic_copy import draw, round_stochastically

@@ -3,7 +3,8 @@
 import pytest
 
 from d9d_loop.planning.pipeline_time import pipeline_seconds
-from d9d_pipeline import Backward, Compute, Forward, Interleaved, OneForwardOneBackward, build, simulate
+from d9d_pipeline import Backward, Forward, Interleaved, OneForwardOneBackward, build, simulate
+from d9d_pipeline.actions import Compute
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (8, 32)])

@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from d9d_dist import each_block, recorded_blocks
+from d9d_dist.planned_device import each_block, recorded_blocks
 from d9d_loop.planning import recorded
 from d9d_loop.planning.step_record import RepeatMarks
 

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from d9d_loop import (
     CheckpointSaved,
     CheckpointStarted,
-    Event,
     Finished,
     Inference,
     InferenceConfig,
@@ -35,6 +34,7 @@ from d9d_loop import (
     TrainerConfig,
     cli_main,
 )
+from d9d_loop.events import Event
 from d9d_loop.resilience import Stopped
 from d9d_metrics import TensorBoardTracker
 

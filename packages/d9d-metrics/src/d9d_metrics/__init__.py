@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from d9d_metrics.classification import MultilabelClassification as MultilabelClassification
     from d9d_metrics.collector import MetricCollector as MetricCollector
     from d9d_metrics.compose import Compose as Compose
-    from d9d_metrics.confusion_scores import Average as Average
-    from d9d_metrics.confusion_scores import ConfusionCounts as ConfusionCounts
-    from d9d_metrics.confusion_scores import Score as Score
     from d9d_metrics.confusion_scores import accuracy as accuracy
     from d9d_metrics.confusion_scores import f_beta as f_beta
     from d9d_metrics.confusion_scores import precision as precision
@@ -31,18 +28,12 @@ if TYPE_CHECKING:
     from d9d_metrics.language import BitsPerByte as BitsPerByte
     from d9d_metrics.language import Perplexity as Perplexity
     from d9d_metrics.metric import Metric as Metric
-    from d9d_metrics.metric import MetricValue as MetricValue
     from d9d_metrics.peak_memory import PeakMemory as PeakMemory
-    from d9d_metrics.peak_memory import peak_bytes as peak_bytes
     from d9d_metrics.plot import plot_metrics as plot_metrics
     from d9d_metrics.step_clock import StepClock as StepClock
-    from d9d_metrics.step_clock import StepSeconds as StepSeconds
     from d9d_metrics.step_time import StepTime as StepTime
     from d9d_metrics.step_time import Throughput as Throughput
-    from d9d_metrics.sync import MetricSync as MetricSync
-    from d9d_metrics.sync import PendingSync as PendingSync
     from d9d_metrics.sync import compute_metrics as compute_metrics
-    from d9d_metrics.sync import read_values as read_values
     from d9d_metrics.sync import sync_metrics as sync_metrics
     from d9d_metrics.trackers.aim_repository import AimTracker as AimTracker
     from d9d_metrics.trackers.aim_repository import AimTrackerConfig as AimTrackerConfig
@@ -55,19 +46,14 @@ if TYPE_CHECKING:
     from d9d_metrics.trackers.multi import MultiTracker as MultiTracker
     from d9d_metrics.trackers.prometheus_endpoint import PrometheusTracker as PrometheusTracker
     from d9d_metrics.trackers.prometheus_endpoint import PrometheusTrackerConfig as PrometheusTrackerConfig
-    from d9d_metrics.trackers.redaction import redact_command as redact_command
-    from d9d_metrics.trackers.redaction import redact_secrets as redact_secrets
-    from d9d_metrics.trackers.redaction import redact_text as redact_text
     from d9d_metrics.trackers.selection import TrackerConfig as TrackerConfig
     from d9d_metrics.trackers.selection import build_trackers as build_trackers
-    from d9d_metrics.trackers.selection import check_trackers as check_trackers
     from d9d_metrics.trackers.tensorboard_events import TensorBoardTracker as TensorBoardTracker
     from d9d_metrics.trackers.tensorboard_events import TensorBoardTrackerConfig as TensorBoardTrackerConfig
     from d9d_metrics.trackers.tracker import Tracker as Tracker
     from d9d_metrics.trackers.values import Histogram as Histogram
     from d9d_metrics.trackers.values import Image as Image
     from d9d_metrics.trackers.values import Text as Text
-    from d9d_metrics.trackers.values import Tracked as Tracked
     from d9d_metrics.trackers.weights_and_biases import WandbTracker as WandbTracker
     from d9d_metrics.trackers.weights_and_biases import WandbTrackerConfig as WandbTrackerConfig
 else:

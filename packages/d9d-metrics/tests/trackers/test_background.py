@@ -11,9 +11,10 @@ import pytest
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics import BackgroundTracker, JsonlTracker, Text, Tracked, Tracker, read_metrics
+from d9d_metrics import BackgroundTracker, JsonlTracker, Text, Tracker, read_metrics
 from d9d_metrics.trackers import background
 from d9d_metrics.trackers._outbox import Flush, MemoryOutbox
+from d9d_metrics.trackers.values import Tracked
 
 
 class Recorder:

@@ -3,7 +3,8 @@ from collections.abc import Mapping
 import pytest
 from pydantic import JsonValue
 
-from d9d_metrics import MultiTracker, Tracked
+from d9d_metrics import MultiTracker
+from d9d_metrics.trackers.values import Tracked
 
 
 class Recorder:

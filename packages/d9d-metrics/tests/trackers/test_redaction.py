@@ -1,7 +1,7 @@
 import pytest
 from pydantic import JsonValue
 
-from d9d_metrics import redact_command, redact_secrets, redact_text
+from d9d_metrics.trackers.redaction import redact_command, redact_secrets, redact_text
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from d9d_metrics import (
     TrackerConfig,
     WandbTracker,
     build_trackers,
-    check_trackers,
     read_metrics,
 )
 from d9d_metrics.trackers import _extras
+from d9d_metrics.trackers.selection import check_trackers
 
 TRACKERS: TypeAdapter[list[TrackerConfig]] = TypeAdapter(list[TrackerConfig])
 

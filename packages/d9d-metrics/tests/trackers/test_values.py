@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d9d_metrics import Histogram, Image, Text, Tracked
-from d9d_metrics.trackers.values import from_json, to_json
+from d9d_metrics import Histogram, Image, Text
+from d9d_metrics.trackers.values import Tracked, from_json, to_json
 
 
 @pytest.mark.parametrize(

@@ -7,134 +7,70 @@ from d9d_dist.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from d9d_modules.attention import GroupedQueryAttention as GroupedQueryAttention
     from d9d_modules.attention_backends.backend import AttentionBackend as AttentionBackend
-    from d9d_modules.attention_backends.backend import AttentionFeatures as AttentionFeatures
     from d9d_modules.attention_backends.backend import AttentionOptions as AttentionOptions
     from d9d_modules.attention_backends.backend import AttentionRequest as AttentionRequest
-    from d9d_modules.attention_backends.choice import ATTENTION_VARIABLE as ATTENTION_VARIABLE
-    from d9d_modules.attention_backends.choice import AttentionBackendName as AttentionBackendName
     from d9d_modules.attention_backends.choice import choose_attention_backend as choose_attention_backend
     from d9d_modules.attention_backends.choice import chosen_attention as chosen_attention
     from d9d_modules.attention_backends.choice import default_attention_backends as default_attention_backends
     from d9d_modules.attention_backends.eager import EagerBackend as EagerBackend
-    from d9d_modules.attention_backends.flash import Flash2Backend as Flash2Backend
-    from d9d_modules.attention_backends.flash import Flash4Backend as Flash4Backend
-    from d9d_modules.attention_backends.flash import VarlenBackend as VarlenBackend
-    from d9d_modules.attention_backends.flex import FlexBackend as FlexBackend
-    from d9d_modules.attention_backends.sdpa import SdpaBackend as SdpaBackend
     from d9d_modules.attention_backends.visibility import documents_of_lengths as documents_of_lengths
-    from d9d_modules.attention_sinks import AttentionSinks as AttentionSinks
-    from d9d_modules.attention_sinks import HeadParallel as HeadParallel
     from d9d_modules.checkpointing import CheckpointPolicy as CheckpointPolicy
-    from d9d_modules.checkpointing import Operator as Operator
     from d9d_modules.checkpointing import checkpoint_activations as checkpoint_activations
     from d9d_modules.checkpointing import checkpoint_layers as checkpoint_layers
     from d9d_modules.checkpointing import default_saved_operators as default_saved_operators
     from d9d_modules.chunked_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from d9d_modules.compiling import compile_layers as compile_layers
-    from d9d_modules.convolution import CausalConvolution as CausalConvolution
-    from d9d_modules.convolution import causal_convolution as causal_convolution
-    from d9d_modules.cross_entropy import PLAIN_CROSS_ENTROPY as PLAIN_CROSS_ENTROPY
     from d9d_modules.cross_entropy import CrossEntropy as CrossEntropy
     from d9d_modules.decay_gate import DecayGate as DecayGate
-    from d9d_modules.decay_gate import DecayParallel as DecayParallel
     from d9d_modules.decay_gate import LogSigmoidDecayGate as LogSigmoidDecayGate
     from d9d_modules.decoder import DecoderLayer as DecoderLayer
-    from d9d_modules.decoder import HasExperts as HasExperts
-    from d9d_modules.decoder import Hidden as Hidden
-    from d9d_modules.decoder import HiddenAndLosses as HiddenAndLosses
-    from d9d_modules.delta_rule import DeltaRuleBackend as DeltaRuleBackend
     from d9d_modules.delta_rule import gated_delta_rule as gated_delta_rule
     from d9d_modules.embedding import SplitTokenEmbedding as SplitTokenEmbedding
     from d9d_modules.embedding import TokenEmbedding as TokenEmbedding
     from d9d_modules.float8 import Float8 as Float8
-    from d9d_modules.float8 import Float8Recipe as Float8Recipe
     from d9d_modules.float8 import convert_to_float8 as convert_to_float8
     from d9d_modules.gated_delta_net import GatedDeltaNet as GatedDeltaNet
-    from d9d_modules.generation import Rollout as Rollout
     from d9d_modules.generation import generate as generate
     from d9d_modules.latent_attention import MultiHeadLatentAttention as MultiHeadLatentAttention
     from d9d_modules.layer_means import LayerMeans as LayerMeans
     from d9d_modules.linear import Linear as Linear
     from d9d_modules.lm_head import IGNORED_LABEL as IGNORED_LABEL
     from d9d_modules.lm_head import LanguageModelHead as LanguageModelHead
-    from d9d_modules.lm_head import LossBackend as LossBackend
-    from d9d_modules.lm_head import Scores as Scores
-    from d9d_modules.lm_head import language_model_head as language_model_head
-    from d9d_modules.mixer_cache import MixerCache as MixerCache
-    from d9d_modules.mixer_cache import PositionCache as PositionCache
-    from d9d_modules.mixer_cache import RecurrentCache as RecurrentCache
     from d9d_modules.mixer_cache import SupportsCache as SupportsCache
     from d9d_modules.models.decoder_heads import DecoderForCausalLM as DecoderForCausalLM
     from d9d_modules.models.decoder_heads import DecoderForClassification as DecoderForClassification
     from d9d_modules.models.decoder_heads import DecoderForEmbedding as DecoderForEmbedding
     from d9d_modules.models.decoder_heads import DecoderWithHeads as DecoderWithHeads
-    from d9d_modules.models.decoder_heads import Head as Head
-    from d9d_modules.models.decoder_heads import HeadedDecoder as HeadedDecoder
-    from d9d_modules.models.decoder_heads import HeadFactory as HeadFactory
     from d9d_modules.models.decoder_heads import decoder_lm_head as decoder_lm_head
-    from d9d_modules.models.decoder_hugging_face import FeedForwardMapper as FeedForwardMapper
     from d9d_modules.models.decoder_hugging_face import (
         decoder_backbone_from_hugging_face as decoder_backbone_from_hugging_face,
     )
     from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face as decoder_from_hugging_face
-    from d9d_modules.models.decoder_model import WHOLE_MODEL as WHOLE_MODEL
     from d9d_modules.models.decoder_model import DecoderModel as DecoderModel
-    from d9d_modules.models.decoder_model import Received as Received
-    from d9d_modules.models.decoder_mtp import DEEPSEEK_MTP as DEEPSEEK_MTP
     from d9d_modules.models.decoder_mtp import QWEN_MTP as QWEN_MTP
     from d9d_modules.models.decoder_mtp import DecoderWithMtp as DecoderWithMtp
-    from d9d_modules.models.decoder_mtp import MtpLayer as MtpLayer
-    from d9d_modules.models.decoder_mtp import mtp_from_hugging_face as mtp_from_hugging_face
     from d9d_modules.models.decoder_mtp import mtp_targets as mtp_targets
-    from d9d_modules.models.decoder_parallelize import ParallelizeExperts as ParallelizeExperts
     from d9d_modules.models.decoder_parallelize import parallelize_decoder as parallelize_decoder
-    from d9d_modules.models.decoder_params import AuxiliaryLosses as AuxiliaryLosses
     from d9d_modules.models.decoder_params import DecoderParams as DecoderParams
-    from d9d_modules.models.decoder_params import MixerKind as MixerKind
-    from d9d_modules.models.decoder_params import Rope as Rope
-    from d9d_modules.models.decoder_params import RopeScaling as RopeScaling
-    from d9d_modules.models.decoder_params import check_layers as check_layers
-    from d9d_modules.models.decoder_params import swiglu_from_hugging_face as swiglu_from_hugging_face
-    from d9d_modules.models.decoder_tensor_plan import HasTensorPlan as HasTensorPlan
-    from d9d_modules.models.decoder_tensor_plan import RowParts as RowParts
     from d9d_modules.models.decoder_tensor_plan import WholeRows as WholeRows
     from d9d_modules.models.decoder_tensor_plan import decoder_tensor_plan as decoder_tensor_plan
     from d9d_modules.models.gemma3 import GEMMA3 as GEMMA3
     from d9d_modules.models.gemma3 import Gemma3Params as Gemma3Params
     from d9d_modules.models.glm4 import GLM4 as GLM4
     from d9d_modules.models.glm4 import Glm4Params as Glm4Params
-    from d9d_modules.models.grouped_query import AttentionForm as AttentionForm
     from d9d_modules.models.grouped_query import GroupedQueryParams as GroupedQueryParams
-    from d9d_modules.models.hugging_face_config import HuggingFaceConfig as HuggingFaceConfig
-    from d9d_modules.models.hugging_face_config import config_value as config_value
-    from d9d_modules.models.hugging_face_config import layers_of_kind as layers_of_kind
-    from d9d_modules.models.hugging_face_config import require_value as require_value
-    from d9d_modules.models.hugging_face_family import DECODER_ENTRIES as DECODER_ENTRIES
-    from d9d_modules.models.hugging_face_family import FIXED_ENTRIES as FIXED_ENTRIES
-    from d9d_modules.models.hugging_face_family import GROUPED_QUERY_ENTRIES as GROUPED_QUERY_ENTRIES
-    from d9d_modules.models.hugging_face_family import MULTI_HEAD_ENTRIES as MULTI_HEAD_ENTRIES
-    from d9d_modules.models.hugging_face_family import UNBIASED_ENTRIES as UNBIASED_ENTRIES
-    from d9d_modules.models.hugging_face_family import Entry as Entry
     from d9d_modules.models.hugging_face_family import HuggingFaceFamily as HuggingFaceFamily
-    from d9d_modules.models.hugging_face_family import with_defaults as with_defaults
     from d9d_modules.models.hugging_face_quantization import (
         quantization_from_hugging_face as quantization_from_hugging_face,
     )
-    from d9d_modules.models.hybrid import HybridParams as HybridParams
     from d9d_modules.models.llama3 import LLAMA3 as LLAMA3
     from d9d_modules.models.llama3 import Llama3ForCausalLM as Llama3ForCausalLM
     from d9d_modules.models.llama3 import Llama3Params as Llama3Params
-    from d9d_modules.models.local_global import LocalGlobalParams as LocalGlobalParams
     from d9d_modules.models.mistral import MISTRAL as MISTRAL
     from d9d_modules.models.mistral import MistralParams as MistralParams
     from d9d_modules.models.modernbert import MODERNBERT as MODERNBERT
     from d9d_modules.models.modernbert import ModernBertParams as ModernBertParams
-    from d9d_modules.models.modernbert import modernbert_from_hugging_face as modernbert_from_hugging_face
-    from d9d_modules.models.pretrained import FAMILY_ENTRY_POINTS as FAMILY_ENTRY_POINTS
-    from d9d_modules.models.pretrained import PretrainedDecoder as PretrainedDecoder
-    from d9d_modules.models.pretrained import PretrainedHead as PretrainedHead
     from d9d_modules.models.pretrained import from_pretrained_config as from_pretrained_config
-    from d9d_modules.models.pretrained import known_families as known_families
     from d9d_modules.models.qwen2 import QWEN2 as QWEN2
     from d9d_modules.models.qwen2 import Qwen2Params as Qwen2Params
     from d9d_modules.models.qwen3 import QWEN3 as QWEN3
@@ -144,14 +80,10 @@ if TYPE_CHECKING:
     from d9d_modules.models.qwen3_5 import Qwen35Params as Qwen35Params
     from d9d_modules.norm import GatedRMSNorm as GatedRMSNorm
     from d9d_modules.norm import LayerNorm as LayerNorm
-    from d9d_modules.norm import Norm as Norm
     from d9d_modules.norm import RMSNorm as RMSNorm
     from d9d_modules.norm import add_rms_norm as add_rms_norm
     from d9d_modules.norm import rms_norm as rms_norm
-    from d9d_modules.pooling import Pooling as Pooling
     from d9d_modules.pooling import pool as pool
-    from d9d_modules.rope import RotaryLayout as RotaryLayout
-    from d9d_modules.rope import RotaryTables as RotaryTables
     from d9d_modules.rope import apply_rotary as apply_rotary
     from d9d_modules.rope import rotary_tables as rotary_tables
     from d9d_modules.rope_scaling import DynamicNtkScaling as DynamicNtkScaling
@@ -163,12 +95,8 @@ if TYPE_CHECKING:
     from d9d_modules.rope_scaling import YarnScaling as YarnScaling
     from d9d_modules.sequence_heads import ClassificationHead as ClassificationHead
     from d9d_modules.sequence_heads import EmbeddingHead as EmbeddingHead
-    from d9d_modules.sequence_heads import HeadTransform as HeadTransform
-    from d9d_modules.swiglu import GeGLU as GeGLU
-    from d9d_modules.swiglu import GeluForm as GeluForm
     from d9d_modules.swiglu import SwiGLU as SwiGLU
     from d9d_modules.swiglu import silu_mul as silu_mul
-    from d9d_modules.vocabulary_scores import TokenScores as TokenScores
     from d9d_modules.vocabulary_scores import token_scores as token_scores
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from d9d_dist import UserError, enable_symmetric_memory
+from d9d_dist import UserError
+from d9d_dist.groups.symmetric_memory import enable_symmetric_memory
 
 
 def compile_layers(layers: nn.ModuleDict, *, async_tensor_parallel: DeviceMesh | None = None, **options: Any) -> None:

@@ -26,7 +26,7 @@ class CrossEntropy:
     The loss of a token with logits `x` is `lse - (1 - s) * x[label] - s * mean(x) + z * lse ** 2`, where
     `lse = logsumexp(x)`. `LanguageModelHead` computes it without materializing the logits of all tokens.
 
-    Implements `d9d_dist.TokenLoss` and `d9d_dist.HasVocabParallelForm`. Sources: label smoothing, "Rethinking the
+    Implements `TokenLoss` and `d9d_dist.HasVocabParallelForm`. Sources: label smoothing, "Rethinking the
     Inception Architecture", arXiv:1512.00567, section 7; z-loss, "PaLM", arXiv:2204.02311, section 5.
 
     Attributes:

@@ -48,7 +48,7 @@ class GatedDeltaNet(nn.Module):
         backend: Implementation of the delta rule; see `gated_delta_rule`.
 
     Attributes:
-        context_mesh: Mesh over which rows are split; see `d9d_dist.HasContextMesh`.
+        context_mesh: Mesh over which rows are split; see `HasContextMesh`.
 
     Raises:
         UserError: If `num_key_heads` does not divide `num_value_heads`.

@@ -171,7 +171,7 @@ def language_model_head(
             candidates for each position [B, L, K], as for distillation; these require a plain cross entropy.
         vocab_size: Size of the whole vocabulary, if `weight_VD` is a vocabulary shard; None for its number of rows.
         token_loss: Maps logits [T, V] and labels [T] to losses [T]; the loss of a token must depend only on its own
-            logits and label. Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from
+            logits and label. Losses other than a `CrossEntropy` and `token_cross_entropy` are computed from
             the materialized logits of one chunk of tokens at a time.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
         backend: Implementation of a cross entropy. The package `cut-cross-entropy` is used only on request.

@@ -9,7 +9,11 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import AllGatherAttention, AllToAllAttention, Attention, DeclaresCausality, RingAttention
+from d9d_dist import Attention
+from d9d_dist.context_parallel.all_gather import AllGatherAttention
+from d9d_dist.context_parallel.all_to_all import AllToAllAttention
+from d9d_dist.context_parallel.attention import DeclaresCausality
+from d9d_dist.context_parallel.ring import RingAttention
 from d9d_modules.attention_backends.choice import ChosenAttention
 
 

@@ -9,15 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d9d_modules import (
-    AttentionBackend,
-    AttentionOptions,
-    EagerBackend,
-    FlexBackend,
-    SdpaBackend,
-    default_attention_backends,
-)
+from d9d_modules import AttentionBackend, AttentionOptions, EagerBackend, default_attention_backends
 from d9d_modules.attention_backends.backend import request_of
+from d9d_modules.attention_backends.flex import FlexBackend
+from d9d_modules.attention_backends.sdpa import SdpaBackend
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 

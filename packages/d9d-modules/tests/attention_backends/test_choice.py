@@ -7,15 +7,15 @@ from torch import Tensor
 from d9d_dist import UserError
 from d9d_modules import (
     AttentionBackend,
-    AttentionFeatures,
     AttentionOptions,
     AttentionRequest,
     EagerBackend,
-    SdpaBackend,
     choose_attention_backend,
     chosen_attention,
     default_attention_backends,
 )
+from d9d_modules.attention_backends.backend import AttentionFeatures
+from d9d_modules.attention_backends.sdpa import SdpaBackend
 
 
 @pytest.fixture(autouse=True)

@@ -14,16 +14,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from d9d_dist import UserError
-from d9d_modules import (
-    AttentionBackend,
-    AttentionOptions,
-    AttentionRequest,
-    EagerBackend,
-    Flash2Backend,
-    Flash4Backend,
-    VarlenBackend,
-)
+from d9d_modules import AttentionBackend, AttentionOptions, AttentionRequest, EagerBackend
 from d9d_modules.attention_backends import flash
+from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend, VarlenBackend
 
 BOTH: list[Callable[[], AttentionBackend]] = [Flash2Backend, Flash4Backend]
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from d9d_modules import AttentionOptions, AttentionRequest, FlexBackend
-from d9d_modules.attention_backends.flex import _block_mask_of_batch, block_mask
+from d9d_modules import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.flex import FlexBackend, _block_mask_of_batch, block_mask
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_modules import AttentionOptions, AttentionRequest, EagerBackend, SdpaBackend
+from d9d_modules import AttentionOptions, AttentionRequest, EagerBackend
+from d9d_modules.attention_backends.sdpa import SdpaBackend
 
 
 def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:

@@ -12,7 +12,6 @@ from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_
 from d9d_dist.testing import KeepFloat64, assert_rounds_like, assert_trees_close, full_gradients, run_ranks
 from d9d_modules import (
     QWEN3,
-    AuxiliaryLosses,
     ClassificationHead,
     DecoderForCausalLM,
     DecoderForClassification,
@@ -21,13 +20,14 @@ from d9d_modules import (
     DecoderWithHeads,
     EmbeddingHead,
     GroupedQueryParams,
-    HiddenAndLosses,
     Qwen3Params,
     decoder_backbone_from_hugging_face,
     decoder_lm_head,
     decoder_tensor_plan,
     pool,
 )
+from d9d_modules.decoder import HiddenAndLosses
+from d9d_modules.models.decoder_params import AuxiliaryLosses
 from d9d_state import parallel, rename
 
 PARAMS = Qwen3Params(

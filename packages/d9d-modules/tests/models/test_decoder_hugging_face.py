@@ -28,11 +28,11 @@ from d9d_modules import (
     LongRopeScaling,
     NtkScaling,
     Qwen3Params,
-    RopeScaling,
     YarnScaling,
     decoder_from_hugging_face,
     rotary_tables,
 )
+from d9d_modules.models.decoder_params import RopeScaling
 from d9d_state import JsonValue, StateMapper, load_model_state, save_model_state
 
 MAX_POSITIONS = 16

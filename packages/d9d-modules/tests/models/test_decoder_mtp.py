@@ -3,16 +3,8 @@ import torch
 from torch.nn import functional as F
 
 from d9d_dist import UserError
-from d9d_modules import (
-    DEEPSEEK_MTP,
-    QWEN_MTP,
-    DecoderWithMtp,
-    MtpLayer,
-    Qwen3Params,
-    decoder_from_hugging_face,
-    mtp_from_hugging_face,
-    mtp_targets,
-)
+from d9d_modules import QWEN_MTP, DecoderWithMtp, Qwen3Params, decoder_from_hugging_face, mtp_targets
+from d9d_modules.models.decoder_mtp import DEEPSEEK_MTP, MtpLayer, mtp_from_hugging_face
 from d9d_state import parallel
 
 PARAMS = Qwen3Params(

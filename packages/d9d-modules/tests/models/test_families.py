@@ -28,9 +28,9 @@ from d9d_modules import (
     Llama3Scaling,
     NtkScaling,
     YarnScaling,
-    known_families,
 )
 from d9d_modules.compiling import compile_layers
+from d9d_modules.models.pretrained import known_families
 from d9d_state import StateMapper, load_model_state, save_model_state
 
 FAMILIES: dict[str, HuggingFaceFamily[Any]] = {

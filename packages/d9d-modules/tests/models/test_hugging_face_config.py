@@ -1,8 +1,13 @@
 import pytest
 
 from d9d_dist import UserError
-from d9d_modules import DECODER_ENTRIES, config_value, require_value, with_defaults
-from d9d_modules.models.hugging_face_config import config_keys_in_errors, require_known_keys
+from d9d_modules.models.hugging_face_config import (
+    config_keys_in_errors,
+    config_value,
+    require_known_keys,
+    require_value,
+)
+from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, with_defaults
 
 
 def test_values_are_read_with_their_type() -> None:

@@ -11,9 +11,9 @@ from d9d_modules import (
     Llama3Params,
     Llama3Scaling,
     LongRopeScaling,
-    RopeScaling,
     YarnScaling,
 )
+from d9d_modules.models.decoder_params import RopeScaling
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face
 
 

@@ -18,11 +18,11 @@ from d9d_modules import (
     DecoderForCausalLM,
     DecoderWithHeads,
     ModernBertParams,
-    PretrainedDecoder,
     decoder_lm_head,
     from_pretrained_config,
-    modernbert_from_hugging_face,
 )
+from d9d_modules.models.modernbert import modernbert_from_hugging_face
+from d9d_modules.models.pretrained import PretrainedDecoder
 from d9d_state import load_model_state, save_model_state
 
 PARAMS = ModernBertParams(

@@ -17,11 +17,10 @@ from d9d_modules import (
     DecoderForCausalLM,
     Gemma3Params,
     Llama3Params,
-    PretrainedDecoder,
     Qwen2Params,
     from_pretrained_config,
-    known_families,
 )
+from d9d_modules.models.pretrained import PretrainedDecoder, known_families
 from d9d_state import load_model_state, save_model_state
 
 PARAMS = Qwen2Params(

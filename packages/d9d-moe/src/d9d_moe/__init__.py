@@ -6,39 +6,22 @@ from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from d9d_moe.all_to_all import AllToAllDispatcher as AllToAllDispatcher
-    from d9d_moe.deep_ep import DeepEpBuffer as DeepEpBuffer
     from d9d_moe.deep_ep import DeepEpDispatcher as DeepEpDispatcher
-    from d9d_moe.deep_ep import deep_ep_buffer as deep_ep_buffer
-    from d9d_moe.dispatch import CombineHandle as CombineHandle
-    from d9d_moe.dispatch import Dispatched as Dispatched
     from d9d_moe.dispatch import Dispatcher as Dispatcher
     from d9d_moe.dispatch import LocalDispatcher as LocalDispatcher
-    from d9d_moe.expert_balance import LoadStatistics as LoadStatistics
     from d9d_moe.expert_balance import balance_experts as balance_experts
     from d9d_moe.expert_balance import load_statistics as load_statistics
     from d9d_moe.expert_balance import pop_tokens_per_expert as pop_tokens_per_expert
-    from d9d_moe.expert_balance import update_expert_bias as update_expert_bias
-    from d9d_moe.expert_balance import update_global_load as update_global_load
-    from d9d_moe.expert_counts import ExpertCounter as ExpertCounter
     from d9d_moe.expert_record import record_experts as record_experts
-    from d9d_moe.experts import Experts as Experts
-    from d9d_moe.experts import GroupedClampedSwiGLU as GroupedClampedSwiGLU
     from d9d_moe.experts import GroupedSwiGLU as GroupedSwiGLU
     from d9d_moe.experts import SharedExperts as SharedExperts
-    from d9d_moe.experts import clamped_swiglu as clamped_swiglu
-    from d9d_moe.grouped_linear import GROUPED_MATMUL_VARIABLE as GROUPED_MATMUL_VARIABLE
     from d9d_moe.grouped_linear import GroupedLinear as GroupedLinear
-    from d9d_moe.grouped_linear import GroupedMatmulBackend as GroupedMatmulBackend
-    from d9d_moe.grouped_linear import choose_grouped_matmul as choose_grouped_matmul
     from d9d_moe.grouped_linear import grouped_matmul as grouped_matmul
     from d9d_moe.layer import MoELayer as MoELayer
-    from d9d_moe.models.deepseek_moe import DeepseekMoeParams as DeepseekMoeParams
     from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3 as DEEPSEEK_V3
     from d9d_moe.models.deepseek_v3 import KIMI_K2 as KIMI_K2
     from d9d_moe.models.deepseek_v3 import DeepseekV3ForCausalLM as DeepseekV3ForCausalLM
     from d9d_moe.models.deepseek_v3 import DeepseekV3Params as DeepseekV3Params
-    from d9d_moe.models.experts_hugging_face import ExpertsLayout as ExpertsLayout
-    from d9d_moe.models.experts_hugging_face import experts_from_hugging_face as experts_from_hugging_face
     from d9d_moe.models.glm4_moe import GLM4_MOE as GLM4_MOE
     from d9d_moe.models.glm4_moe import Glm4MoeParams as Glm4MoeParams
     from d9d_moe.models.glm4_moe_lite import GLM4_MOE_LITE as GLM4_MOE_LITE
@@ -51,26 +34,13 @@ if TYPE_CHECKING:
     from d9d_moe.models.qwen3_next import QWEN3_NEXT as QWEN3_NEXT
     from d9d_moe.models.qwen3_next import Qwen3NextParams as Qwen3NextParams
     from d9d_moe.models.qwen3_next import Qwen35MoeParams as Qwen35MoeParams
-    from d9d_moe.models.qwen3_next import SparseHybridParams as SparseHybridParams
-    from d9d_moe.models.sparse_params import SoftmaxRoutedParams as SoftmaxRoutedParams
     from d9d_moe.models.sparse_params import SparseParams as SparseParams
     from d9d_moe.models.sparse_params import sparse_from_hugging_face as sparse_from_hugging_face
-    from d9d_moe.moe_parallel import Dispatch as Dispatch
-    from d9d_moe.moe_parallel import DispatchName as DispatchName
     from d9d_moe.moe_parallel import parallelize_moe as parallelize_moe
-    from d9d_moe.router import ReplayRouter as ReplayRouter
-    from d9d_moe.router import Router as Router
-    from d9d_moe.router import Routing as Routing
     from d9d_moe.router import SigmoidRouter as SigmoidRouter
     from d9d_moe.router import TopKRouter as TopKRouter
-    from d9d_moe.router import WeightedRouter as WeightedRouter
-    from d9d_moe.router_losses import BalanceDefinition as BalanceDefinition
-    from d9d_moe.router_losses import BalanceScope as BalanceScope
     from d9d_moe.router_losses import JointBalance as JointBalance
     from d9d_moe.router_losses import RouterLosses as RouterLosses
-    from d9d_moe.router_losses import TokenGroups as TokenGroups
-    from d9d_moe.router_losses import expert_load as expert_load
-    from d9d_moe.router_losses import token_losses as token_losses
     from d9d_moe.router_losses import token_records as token_records
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

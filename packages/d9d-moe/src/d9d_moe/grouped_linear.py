@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from d9d_dist import WeightGradHandle, defer_weight_grad
+from d9d_dist import defer_weight_grad
 from d9d_dist.errors import UserError, check_choice
+from d9d_dist.split_backward import WeightGradHandle
 from d9d_moe.autocast import autocast_inputs
 
 GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
 from d9d_dist.token_ids import check_token_ids
-from d9d_modules import HiddenAndLosses
+from d9d_modules.decoder import HiddenAndLosses
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import Experts, GroupedSwiGLU

@@ -13,16 +13,8 @@ from torch.nn import functional as F
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import KeepFloat64
-from d9d_modules import (
-    DEEPSEEK_MTP,
-    QWEN_MTP,
-    DecoderForCausalLM,
-    DecoderWithMtp,
-    Gemma3Params,
-    HuggingFaceFamily,
-    mtp_from_hugging_face,
-    mtp_targets,
-)
+from d9d_modules import QWEN_MTP, DecoderForCausalLM, DecoderWithMtp, Gemma3Params, HuggingFaceFamily, mtp_targets
+from d9d_modules.models.decoder_mtp import DEEPSEEK_MTP, mtp_from_hugging_face
 from d9d_moe import (
     DEEPSEEK_V3,
     GLM4_MOE,

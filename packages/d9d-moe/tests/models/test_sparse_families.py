@@ -25,11 +25,11 @@ from d9d_modules import (
     YarnScaling,
     decoder_from_hugging_face,
     from_pretrained_config,
-    known_families,
-    mtp_from_hugging_face,
     quantization_from_hugging_face,
 )
 from d9d_modules.compiling import compile_layers
+from d9d_modules.models.decoder_mtp import mtp_from_hugging_face
+from d9d_modules.models.pretrained import known_families
 from d9d_moe import (
     DEEPSEEK_V3,
     GLM4_MOE,
@@ -40,7 +40,6 @@ from d9d_moe import (
     QWEN3_MOE,
     QWEN3_NEXT,
     DeepseekV3Params,
-    ExpertsLayout,
     Glm4MoeParams,
     GptOssParams,
     Qwen3MoeParams,
@@ -49,6 +48,7 @@ from d9d_moe import (
     SparseParams,
     sparse_from_hugging_face,
 )
+from d9d_moe.models.experts_hugging_face import ExpertsLayout
 from d9d_state import (
     Fp8Blocks,
     ModelFolder,

@@ -9,15 +9,8 @@ from torch.distributed.tensor import DTensor
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp, parallelize_tensor, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_modules import DecoderForClassification, Qwen3Params, SwiGLU, checkpoint_activations, decoder_tensor_plan
-from d9d_moe import (
-    BalanceScope,
-    MoELayer,
-    Qwen3MoeForCausalLM,
-    Qwen3MoeParams,
-    RouterLosses,
-    TopKRouter,
-    pop_tokens_per_expert,
-)
+from d9d_moe import MoELayer, Qwen3MoeForCausalLM, Qwen3MoeParams, RouterLosses, TopKRouter, pop_tokens_per_expert
+from d9d_moe.router_losses import BalanceScope
 
 PARAMS = Qwen3MoeParams(
     vocab_size=19,

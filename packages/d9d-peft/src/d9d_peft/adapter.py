@@ -56,11 +56,11 @@ class Adapter(nn.Module, ABC):
         """
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
-        """Return the adapter's placements under tensor parallelism of the layer; see `d9d_dist.FollowsWeight`."""
+        """Return the adapter's placements under tensor parallelism of the layer; see `FollowsWeight`."""
         return {}
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Prepare the adapter after tensor parallelism has sharded the layer; see `d9d_dist.FollowsWeight`."""
+        """Prepare the adapter after tensor parallelism has sharded the layer; see `FollowsWeight`."""
 
 
 def child_name(adapter: str) -> str:

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional as F
 
-from d9d_dist import ParameterRole, full_tensor, local_region, local_tensor, reduce_from_axis
+from d9d_dist import full_tensor, local_region, local_tensor, reduce_from_axis
+from d9d_dist.values.parameter_role import ParameterRole
 from d9d_peft._grouped import Product, grouped_product
 from d9d_peft.all_linear import is_conv1d, weight_of
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod

@@ -46,11 +46,11 @@ class QuantizedWeight(nn.Module):
         return dequantize_blocks(codes, self.scales, self.block_format, dtype=dtype)
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
-        """Split the scales with the codes; see `d9d_dist.FollowsWeight`."""
+        """Split the scales with the codes; see `FollowsWeight`."""
         return {"scales": weight} if isinstance(weight, Shard) else {}
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """See `d9d_dist.FollowsWeight`."""
+        """See `FollowsWeight`."""
         dim = self.scales.ndim - 1
         if isinstance(weight, Shard) and weight.dim % self.scales.ndim == dim:
             num_blocks = self.scales.shape[-1] // 4

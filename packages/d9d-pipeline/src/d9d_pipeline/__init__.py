@@ -11,22 +11,12 @@ from d9d_pipeline.verify import Verified as Verified
 from d9d_pipeline.verify import verify as verify
 
 if TYPE_CHECKING:
-    from d9d_pipeline._channel import Messages as Messages
-    from d9d_pipeline._channel import stage_output as stage_output
-    from d9d_pipeline.actions import Action as Action
     from d9d_pipeline.actions import Backward as Backward
     from d9d_pipeline.actions import BackwardInput as BackwardInput
     from d9d_pipeline.actions import BackwardWeight as BackwardWeight
-    from d9d_pipeline.actions import Compute as Compute
-    from d9d_pipeline.actions import ComputeLoss as ComputeLoss
     from d9d_pipeline.actions import Forward as Forward
     from d9d_pipeline.actions import Overlap as Overlap
-    from d9d_pipeline.actions import ReceiveInput as ReceiveInput
-    from d9d_pipeline.actions import ReceiveOutputGradient as ReceiveOutputGradient
-    from d9d_pipeline.actions import SendInputGradient as SendInputGradient
-    from d9d_pipeline.actions import SendOutput as SendOutput
     from d9d_pipeline.executor import Executor as Executor
-    from d9d_pipeline.executor import OutputHandler as OutputHandler
     from d9d_pipeline.inputs import Inputs as Inputs
     from d9d_pipeline.pipelined_model import PipelinedModel as PipelinedModel
     from d9d_pipeline.pipelined_model import broadcast_tree as broadcast_tree
@@ -35,8 +25,6 @@ if TYPE_CHECKING:
     from d9d_pipeline.program import Program as Program
     from d9d_pipeline.rank_stages import RankStages as RankStages
     from d9d_pipeline.schedule import Schedule as Schedule
-    from d9d_pipeline.schedule import StagePlacement as StagePlacement
-    from d9d_pipeline.schedule import ranks_of_stages as ranks_of_stages
     from d9d_pipeline.schedules.fill_drain import ForwardOnly as ForwardOnly
     from d9d_pipeline.schedules.fill_drain import GPipe as GPipe
     from d9d_pipeline.schedules.fill_drain import LoopedBreadthFirst as LoopedBreadthFirst
@@ -46,7 +34,6 @@ if TYPE_CHECKING:
     from d9d_pipeline.schedules.v_shaped import ZeroBubbleV as ZeroBubbleV
     from d9d_pipeline.schedules.zero_bubble import ZeroBubble1P as ZeroBubble1P
     from d9d_pipeline.shared_parameters import SharedParameters as SharedParameters
-    from d9d_pipeline.shared_parameters import shared_names as shared_names
     from d9d_pipeline.timeline import TimedAction as TimedAction
     from d9d_pipeline.timeline import Timeline as Timeline
     from d9d_pipeline.timeline import format_simulation as format_simulation

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from d9d_dist import (
-    DeferredWeightGrads,
-    SplitBackward,
-    defer_gradient_sync,
-    finish_gradient_sync,
-    free_gathered,
-    free_gathered_after_backward,
-    set_gradient_sync,
-)
+from d9d_dist import SplitBackward, defer_gradient_sync, finish_gradient_sync, set_gradient_sync
+from d9d_dist.data_parallel.gathered_parameters import free_gathered, free_gathered_after_backward
+from d9d_dist.split_backward import DeferredWeightGrads
 
 
 @final

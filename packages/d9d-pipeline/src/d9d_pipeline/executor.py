@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DeferredWeightGrads, UserError
-from d9d_pipeline._channel import Arriving, Channel, Kind, Messages
+from d9d_dist import UserError
+from d9d_dist.split_backward import DeferredWeightGrads
 from d9d_pipeline._message import Description
 from d9d_pipeline._stage import ForwardState, Stage
 from d9d_pipeline._stopwatch import Mark, Stopwatch
@@ -30,6 +30,7 @@ from d9d_pipeline.actions import (
     Transfer,
     parts,
 )
+from d9d_pipeline.channel import Arriving, Channel, Kind, Messages
 from d9d_pipeline.inputs import Inputs
 from d9d_pipeline.program import Program
 from d9d_pipeline.timeline import TimedAction, Timeline

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from d9d_dist import all_gather_trees
+from d9d_dist.collectives.tree_gather import all_gather_trees
 from d9d_pipeline.build import build
 from d9d_pipeline.executor import Executor, Outputs
 from d9d_pipeline.inputs import Inputs

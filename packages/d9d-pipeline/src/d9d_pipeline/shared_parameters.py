@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from d9d_dist import canonical_name, grad_dtype_of, local_tensor
+from d9d_dist import canonical_name, local_tensor
+from d9d_dist.gradients.grad_dtype import grad_dtype_of
 
 
 def shared_names(names_of_stages: Sequence[Mapping[str, object]]) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,8 @@ from typing import Any, final
 
 from torch.distributed.pipelining import schedules
 
-from d9d_pipeline import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
+from d9d_pipeline import Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from d9d_pipeline.actions import Compute
 
 _KINDS: dict[str, type[Any]] = {
     "FORWARD": Forward,

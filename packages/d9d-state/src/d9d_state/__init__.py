@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from d9d_state.checkpoint.info import CheckpointInfo as CheckpointInfo
     from d9d_state.checkpoint.local_tier import LocalTier as LocalTier
-    from d9d_state.checkpoint.non_tensor_optimizer_state import group_values as group_values
     from d9d_state.checkpoint.non_tensor_optimizer_state import non_tensor_optimizer_state as non_tensor_optimizer_state
     from d9d_state.checkpoint.non_tensor_optimizer_state import (
         set_non_tensor_optimizer_state as set_non_tensor_optimizer_state,
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from d9d_state.checkpoint.tensors import optimizer_tensors as optimizer_tensors
     from d9d_state.checkpoint.tensors import prepare_optimizer_for_load as prepare_optimizer_for_load
     from d9d_state.errors import StateError as StateError
-    from d9d_state.folder_lock import locked_folder as locked_folder
     from d9d_state.json_value import JsonValue as JsonValue
     from d9d_state.mapper.compose import parallel as parallel
     from d9d_state.mapper.compose import repeat as repeat
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from d9d_state.mapper.dequantize import dequantize as dequantize
     from d9d_state.mapper.dequantize import dequantize_inputs as dequantize_inputs
     from d9d_state.mapper.fill import Destination as Destination
-    from d9d_state.mapper.fill import TensorSource as TensorSource
-    from d9d_state.mapper.graph import StateGroup as StateGroup
     from d9d_state.mapper.join import concat as concat
     from d9d_state.mapper.join import split as split
     from d9d_state.mapper.join import stack as stack
@@ -48,7 +43,6 @@ if TYPE_CHECKING:
     from d9d_state.mapper.names import keep as keep
     from d9d_state.mapper.names import rename as rename
     from d9d_state.mapper.names import rename_all as rename_all
-    from d9d_state.mapper.operation import Constant as Constant
     from d9d_state.mapper.operation import Layout as Layout
     from d9d_state.mapper.operation import Local as Local
     from d9d_state.mapper.operation import Operation as Operation
@@ -57,7 +51,6 @@ if TYPE_CHECKING:
     from d9d_state.mapper.operation import infer_on_meta as infer_on_meta
     from d9d_state.mapper.placement import distribute as distribute
     from d9d_state.mapper.placement import gather_full as gather_full
-    from d9d_state.mapper.quantized import BlockScaled as BlockScaled
     from d9d_state.mapper.quantized import Fp8Blocks as Fp8Blocks
     from d9d_state.mapper.quantized import Int4Groups as Int4Groups
     from d9d_state.mapper.quantized import Mxfp4 as Mxfp4
@@ -66,10 +59,8 @@ if TYPE_CHECKING:
     from d9d_state.mapper.state_mapper import leaf as leaf
     from d9d_state.model_convert import convert_model_state as convert_model_state
     from d9d_state.model_folder import ModelFolder as ModelFolder
-    from d9d_state.model_load import check_model_state as check_model_state
     from d9d_state.model_load import load_model_state as load_model_state
     from d9d_state.model_read import read_model_state as read_model_state
-    from d9d_state.model_save import check_export as check_export
     from d9d_state.model_save import save_model_state as save_model_state
     from d9d_state.model_stream import gathered_weights as gathered_weights
     from d9d_state.model_stream import weight_shards as weight_shards

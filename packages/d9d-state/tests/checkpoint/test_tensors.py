@@ -7,14 +7,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from d9d_dist import UserError
-from d9d_state import (
-    CheckpointInfo,
-    CheckpointStore,
-    check_same_model,
-    model_tensors,
-    optimizer_tensors,
-    prepare_optimizer_for_load,
-)
+from d9d_state import CheckpointStore, check_same_model, model_tensors, optimizer_tensors, prepare_optimizer_for_load
+from d9d_state.checkpoint.info import CheckpointInfo
 
 
 class _Model(nn.Module):

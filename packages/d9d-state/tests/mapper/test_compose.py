@@ -1,21 +1,8 @@
 import pytest
 import torch
 
-from d9d_state import (
-    StateGroup,
-    cast,
-    concat,
-    drop,
-    identity,
-    keep,
-    parallel,
-    rename,
-    repeat,
-    scope,
-    sequential,
-    split,
-    stack,
-)
+from d9d_state import cast, concat, drop, identity, keep, parallel, rename, repeat, scope, sequential, split, stack
+from d9d_state.mapper.graph import StateGroup
 
 
 def test_parallel_lists_every_name_that_occurs_twice() -> None:

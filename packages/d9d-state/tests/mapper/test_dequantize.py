@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from d9d_dist import Region, UserError
 from d9d_state import (
-    BlockScaled,
     Destination,
     Fp8Blocks,
     Int4Groups,
@@ -25,6 +24,7 @@ from d9d_state import (
     save_model_state,
     stack,
 )
+from d9d_state.mapper.quantized import BlockScaled
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from d9d_state import StateGroup, concat, drop, identity, parallel, rename, stack, transform
+from d9d_state import concat, drop, identity, parallel, rename, stack, transform
+from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.join import split
 
 

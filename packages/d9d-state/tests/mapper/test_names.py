@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_state import StateGroup, drop, identity, identity_of, keep, parallel, rename, rename_all, sequential
+from d9d_state import drop, identity, identity_of, keep, parallel, rename, rename_all, sequential
+from d9d_state.mapper.graph import StateGroup
 
 
 class _Tied(nn.Module):

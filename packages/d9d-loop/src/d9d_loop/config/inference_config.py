@@ -4,7 +4,8 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt
 
-from d9d_dist import MeshConfig, PrecisionName
+from d9d_dist import MeshConfig
+from d9d_dist.precision import PrecisionName
 from d9d_loop.config.trainer_config import JobConfig, LoggingConfig, OutputConfig, WorkerConfig
 from d9d_loop.resilience import HangConfig
 

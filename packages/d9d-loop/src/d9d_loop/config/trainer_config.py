@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from d9d_dist import MeshConfig, PrecisionName
+from d9d_dist import MeshConfig
+from d9d_dist.precision import PrecisionName
 from d9d_loop.config.config_source import parse_command_line
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.lr.lr_schedule import LrScheduleConfig, WarmupCosineConfig

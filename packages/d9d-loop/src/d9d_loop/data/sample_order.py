@@ -5,7 +5,8 @@ from typing import Any, final
 
 import torch
 
-from d9d_dist import UserError, mix_bits, stream_key
+from d9d_dist import UserError, stream_key
+from d9d_dist.values.counter_random import mix_bits
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from d9d_dist import all_gather_trees, gather_json
+from d9d_dist import gather_json
+from d9d_dist.collectives.tree_gather import all_gather_trees
 
 _MAX_INTEGERS, _MAX_FLOATS = 1 << 17, 1 << 13  # samples of a tensor
 _FACTOR = 0x9E3779B97F4A7C1

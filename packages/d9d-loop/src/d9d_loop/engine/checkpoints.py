@@ -12,7 +12,7 @@ from d9d_loop.engine.job_state import JobState, Record
 from d9d_loop.engine.local_tiers import local_tiers
 from d9d_loop.engine.start import Training
 from d9d_loop.event_bus import Events
-from d9d_metrics import redact_secrets
+from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_state import CheckpointStore, Retention
 
 

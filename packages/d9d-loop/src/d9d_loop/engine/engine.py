@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError, refuse_later_writes
+from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError
+from d9d_dist.values.parameter_writes import refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.microbatches import MicrobatchAgreement, same_call, without_padding

@@ -12,7 +12,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, UserError, agree, gather_json, rank_role, refuse_later_writes, seed_everything
+from d9d_dist import DistributedContext, UserError, agree, gather_json, rank_role, seed_everything
+from d9d_dist.values.parameter_writes import refuse_later_writes
 from d9d_loop.engine.optimizer_fit import check_state_fits
 from d9d_loop.engine.subscriber_states import load_subscribers, subscriber_states
 from d9d_loop.event_bus import Events
@@ -21,12 +22,10 @@ from d9d_loop.model.frozen_digest import frozen_digest
 from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_metrics import Metric
 from d9d_state import (
-    CheckpointInfo,
     CheckpointStore,
     Retention,
     StateError,
     check_saveable,
-    group_values,
     model_tensors,
     non_tensor_optimizer_state,
     optimizer_tensors,
@@ -35,6 +34,8 @@ from d9d_state import (
     set_non_tensor_optimizer_state,
     set_rng_state,
 )
+from d9d_state.checkpoint.info import CheckpointInfo
+from d9d_state.checkpoint.non_tensor_optimizer_state import group_values
 
 
 @dataclass(slots=True, config=ConfigDict(ser_json_inf_nan="strings"))

@@ -12,11 +12,11 @@ from d9d_dist import (
     UserError,
     canonical_name,
     materialize,
-    move_values,
     place_values,
     synchronize_batch_norm,
-    synchronize_embeddings,
 )
+from d9d_dist.data_parallel.embedding_rows import synchronize_embeddings
+from d9d_dist.values.model_values import move_values
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model.model_check import (
@@ -30,7 +30,7 @@ from d9d_loop.model.model_check import (
 from d9d_loop.model.model_options import autocast_stage
 from d9d_loop.model.model_plan import ModelPlan
 from d9d_loop.model.model_provider import ModelProvider
-from d9d_pipeline import Messages
+from d9d_pipeline.channel import Messages
 from d9d_state import load_model_state
 
 

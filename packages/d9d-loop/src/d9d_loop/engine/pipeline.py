@@ -17,7 +17,6 @@ from d9d_pipeline import (
     Executor,
     ForwardOnly,
     Inputs,
-    Messages,
     OneForwardOneBackward,
     PipelinedModel,
     Program,
@@ -27,6 +26,7 @@ from d9d_pipeline import (
     broadcast_tree,
     build,
 )
+from d9d_pipeline.channel import Messages
 
 
 @final

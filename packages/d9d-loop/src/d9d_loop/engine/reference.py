@@ -11,7 +11,8 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import BufferValues, UserError, local_tensor
+from d9d_dist import UserError, local_tensor
+from d9d_dist.values.buffer_values import BufferValues
 from d9d_loop.optimizers.averaging import free_gathered_parameters
 
 Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]

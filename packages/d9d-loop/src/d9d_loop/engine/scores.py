@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import UserError, all_gather_trees
+from d9d_dist import UserError
+from d9d_dist.collectives.tree_gather import all_gather_trees
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.isolation import evaluation_mode
 from d9d_loop.task import BatchTask

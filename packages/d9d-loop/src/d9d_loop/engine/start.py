@@ -24,7 +24,7 @@ from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.optimizers.weight_average import WeightAverage, average_of
 from d9d_loop.resilience import StepGuard, check_health
 from d9d_loop.resilience.resilience_config import BadStepConfig, HealthConfig
-from d9d_metrics import redact_secrets
+from d9d_metrics.trackers.redaction import redact_secrets
 
 
 def agree_on_start(

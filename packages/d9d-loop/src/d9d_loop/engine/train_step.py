@@ -11,17 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from d9d_dist import (
-    BufferValues,
-    DistributedContext,
-    GradientSync,
-    UserError,
-    canonical_name,
-    clip_grad_norm_,
-    gather_json,
-    grad_dtype_of,
-)
+from d9d_dist import DistributedContext, GradientSync, UserError, canonical_name, clip_grad_norm_, gather_json
 from d9d_dist.errors import shorten
+from d9d_dist.gradients.grad_dtype import grad_dtype_of
+from d9d_dist.values.buffer_values import BufferValues
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.engine.step_totals import StepTotals

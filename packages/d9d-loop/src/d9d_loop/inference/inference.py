@@ -39,7 +39,7 @@ from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_loop.task import InferenceTask
 from d9d_loop.writable import check_writable
 from d9d_pipeline import OneForwardOneBackward
-from d9d_state import locked_folder
+from d9d_state.folder_lock import locked_folder
 
 
 @dataclass(frozen=True, slots=True)

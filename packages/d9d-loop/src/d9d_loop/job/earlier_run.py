@@ -14,7 +14,8 @@ from d9d_dist.errors import may_pass
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.report.run_history import JOURNAL, read_journal
 from d9d_metrics import read_metrics
-from d9d_state import CheckpointInfo, StateError
+from d9d_state import StateError
+from d9d_state.checkpoint.info import CheckpointInfo
 
 _METRICS = "metrics.jsonl"
 

@@ -12,7 +12,7 @@ from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop.config.trainer_config import RunConfig
 from d9d_loop.report.run_status import read_status, write_failure
 from d9d_loop.resilience.node_files import claims_report, write_job
-from d9d_metrics import redact_text
+from d9d_metrics.trackers.redaction import redact_text
 
 _SECONDS = 60.0
 

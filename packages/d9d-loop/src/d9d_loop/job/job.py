@@ -20,7 +20,7 @@ from d9d_loop.job.reports import Reports
 from d9d_loop.job.resume_check import Progress
 from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
 from d9d_loop.task import LossFunction, measured_loss
-from d9d_metrics import redact_secrets
+from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_state import CheckpointStore
 
 

@@ -17,7 +17,8 @@ from d9d_loop.task import Task
 from d9d_loop.writable import check_writable
 from d9d_metrics import Metric, compute_metrics
 from d9d_pipeline import Schedule
-from d9d_state import StateMapper, check_export
+from d9d_state import StateMapper
+from d9d_state.model_save import check_export
 
 
 def check_num_samples(data: DataProvider, config: TrainerConfig) -> None:

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d9d_dist import UserError, gather_json, refuse_later_writes
+from d9d_dist import UserError, gather_json
+from d9d_dist.values.parameter_writes import refuse_later_writes
 from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.events import (

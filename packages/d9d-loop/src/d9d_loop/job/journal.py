@@ -22,7 +22,7 @@ from d9d_loop.job.end_command import report_failure
 from d9d_loop.report.run_history import JOURNAL, read_journal
 from d9d_loop.report.run_status import write_failure, write_status
 from d9d_loop.resilience.node_files import claims_report
-from d9d_metrics import redact_text
+from d9d_metrics.trackers.redaction import redact_text
 
 _SECONDS = 10.0  # interval of progress records in seconds
 _LONGEST = 1000  # maximum length of a recorded cause, in characters

@@ -49,7 +49,7 @@ from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, Modul
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.task import Task
 from d9d_loop.writable import check_writable
-from d9d_metrics import check_trackers
+from d9d_metrics.trackers.selection import check_trackers
 from d9d_pipeline import Schedule
 from d9d_state import StateMapper
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 from tqdm import tqdm
 
-from d9d_metrics import peak_bytes
+from d9d_metrics.peak_memory import peak_bytes
 
 _HIDDEN = ("learning_rate", "grad_norm", "peak_memory_gib")
 """Values that the progress bar omits; the trackers and the report have them."""

@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import ContextSplit, UserError, allocate, refuse_lost_writes
+from d9d_dist import ContextSplit, UserError
+from d9d_dist.data_parallel.parallelize import refuse_lost_writes
+from d9d_dist.values.late_init import allocate
 from d9d_loop.data.batch_placement import row_multiple
 from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.evaluation_pass import SubsetStream

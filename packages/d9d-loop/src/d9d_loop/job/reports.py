@@ -18,7 +18,9 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.progress import Progress
 from d9d_loop.job.run_files import write_environment
 from d9d_loop.report.run_report import write_report
-from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracked, Tracker, build_trackers, peak_bytes
+from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers
+from d9d_metrics.peak_memory import peak_bytes
+from d9d_metrics.trackers.values import Tracked
 
 
 class Reports:

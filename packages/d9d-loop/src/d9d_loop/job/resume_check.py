@@ -16,8 +16,9 @@ from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.resume_settings import changes, describe, effect_of
 from d9d_loop.optimizers.optimizer import OptimizerConfig, OptimizerSettings, optimizer_kinds
-from d9d_metrics import redact_secrets
-from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, check_same_model
+from d9d_metrics.trackers.redaction import redact_secrets
+from d9d_state import CheckpointStore, JsonValue, StateError, check_same_model
+from d9d_state.checkpoint.info import CheckpointInfo
 
 _NEW_RUN = "or --run.name for a new run"
 

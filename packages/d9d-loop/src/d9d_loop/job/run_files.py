@@ -21,7 +21,8 @@ from pydantic import JsonValue
 from d9d_dist import DistributedContext, agree
 from d9d_loop.report.run_history import read_history
 from d9d_loop.writable import replace_text
-from d9d_metrics import peak_bytes, redact_command, redact_secrets
+from d9d_metrics.peak_memory import peak_bytes
+from d9d_metrics.trackers.redaction import redact_command, redact_secrets
 from d9d_pipeline import Program, Timeline, plot_program, plot_simulation, simulate
 from d9d_state import StateError
 

@@ -21,7 +21,8 @@ from d9d_loop.job.rehearsal import rehearse
 from d9d_loop.job.resume_check import resume_messages
 from d9d_loop.resilience import Stopped
 from d9d_loop.resilience.launcher_watch import LauncherWatch
-from d9d_state import CheckpointStore, StateError, locked_folder
+from d9d_state import CheckpointStore, StateError
+from d9d_state.folder_lock import locked_folder
 
 
 def train(plan: JobPlan, events: Events, run: Callable[[Job], TrainResult | Stopped] | None = None) -> TrainResult:

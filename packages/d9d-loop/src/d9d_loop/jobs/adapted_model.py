@@ -16,7 +16,8 @@ from d9d_loop.events import Finished
 from d9d_loop.jobs.job_config import ALL_LINEAR, AdapterConfig
 from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_provider import ModelProvider
-from d9d_state import JsonValue, StateMapper, check_export, save_model_state, sequential
+from d9d_state import JsonValue, StateMapper, save_model_state, sequential
+from d9d_state.model_save import check_export
 
 
 @final

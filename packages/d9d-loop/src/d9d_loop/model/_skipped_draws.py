@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import digest_values, written_tensors
+from d9d_dist.values.model_values import digest_values
+from d9d_dist.values.parameter_writes import written_tensors
 
 _LARGE_BYTES = 1 << 20
 # Methods that read memory without dispatching an operator.

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, UserError, canonical_name, digest_values, gather_json, refuse_sparse_gradient
+from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
+from d9d_dist.values.model_values import digest_values
+from d9d_dist.values.parameter_writes import refuse_sparse_gradient
 from d9d_loop.model.model_check import check_same_parameters
 
 _OWN = frozenset(vars(nn.Module()))

@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import DistributedContext, UserError, canonical_name, gather_json, writes_to_rows
+from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
+from d9d_dist.data_parallel.embedding_rows import writes_to_rows
 from d9d_state import TensorInfo, check_saveable, model_tensors
 
 

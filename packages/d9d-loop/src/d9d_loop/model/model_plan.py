@@ -12,7 +12,8 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.model.stage_check import build_stages, check_chain, check_parts
 from d9d_loop.task import BatchTask, to_inputs
 from d9d_pipeline import Program, Schedule, build
-from d9d_state import StateMapper, check_model_state
+from d9d_state import StateMapper
+from d9d_state.model_load import check_model_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ RECOGNIZER_ENTRY_POINTS = "d9d.model_recognizers"
 
 
 class RecognizedModel(Protocol):
-    """Model of a recognized folder, such as `d9d_modules.PretrainedDecoder`."""
+    """Model of a recognized folder, such as `PretrainedDecoder`."""
 
     @property
     def folder(self) -> Path | None:

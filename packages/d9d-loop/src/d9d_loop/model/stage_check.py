@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from d9d_dist import StageInfo, UserError, canonical_name, recorded_blocks
+from d9d_dist import StageInfo, UserError, canonical_name
+from d9d_dist.planned_device import recorded_blocks
 from d9d_loop.model.built_model import build_model
 from d9d_loop.model.model_provider import ModelProvider
-from d9d_pipeline import Inputs, shared_names, stage_output
+from d9d_pipeline import Inputs
+from d9d_pipeline.channel import stage_output
+from d9d_pipeline.shared_parameters import shared_names
 
 
 def build_stages(provider: ModelProvider, num_stages: int, *, seed: int = 0) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Triton kernels with stochastic rounding: a copy, and a whole AdamW step. They read and write each value once.
 
 Arithmetic is in float32. bfloat16 values are loaded and stored as the upper 16 bits of a float32. The random bits equal
-those of `d9d_dist.random_bits_at`.
+those of `random_bits_at`.
 """
 
 # Kernel arguments are pointers and numbers without Python types, passed by position.

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from d9d_dist import from_local, full_tensor, local_part
+from d9d_dist import full_tensor
+from d9d_dist.shards import from_local, local_part
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
 """Function from a matrix, or a stack of matrices, to a tensor of the same shape."""

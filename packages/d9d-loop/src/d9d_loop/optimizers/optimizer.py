@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from d9d_dist import ParameterRole
+    from d9d_dist.values.parameter_role import ParameterRole
 
 
 class Member(NamedTuple):

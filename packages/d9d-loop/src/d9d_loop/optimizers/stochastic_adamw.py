@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_dist import UserError, canonical_name, local_tensor, random_bits_at, stream_key
+from d9d_dist import UserError, canonical_name, local_tensor, stream_key
+from d9d_dist.values.counter_random import random_bits_at
 from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, replace_
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules

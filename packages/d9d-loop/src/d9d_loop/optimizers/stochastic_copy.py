@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from d9d_dist import UserError, local_tensor, random_bits_at, stream_key
+from d9d_dist import UserError, local_tensor, stream_key
+from d9d_dist.values.counter_random import random_bits_at
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules
 
 CHUNK = 1 << 18

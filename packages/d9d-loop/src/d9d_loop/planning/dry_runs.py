@@ -25,15 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from d9d_dist import (
-    DistributedContext,
-    Launch,
-    PrecisionName,
-    UserError,
-    allocate,
-    destroy_process_groups,
-    local_tensor,
-)
+from d9d_dist import DistributedContext, Launch, UserError, local_tensor
+from d9d_dist.groups.process_groups import destroy_process_groups
+from d9d_dist.precision import PrecisionName
+from d9d_dist.values.late_init import allocate
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import parallelize_stages
@@ -48,7 +43,7 @@ from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
 from d9d_loop.task import Task, to_inputs
-from d9d_pipeline import Messages, stage_output
+from d9d_pipeline.channel import Messages, stage_output
 
 PlanFor = Callable[[Launch], JobPlan]
 """Function that plans the job for a `Launch`: the rank and the world size of a process."""

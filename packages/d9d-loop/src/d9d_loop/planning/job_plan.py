@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from d9d_dist import Launch, PrecisionName, UserError, planned_accelerator
+from d9d_dist import Launch, UserError
+from d9d_dist.planned_device import planned_accelerator
+from d9d_dist.precision import PrecisionName
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.planning.decoder_shape import DecoderShape

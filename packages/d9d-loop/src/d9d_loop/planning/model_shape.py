@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from d9d_dist import UserError, allocate
+from d9d_dist import UserError
+from d9d_dist.values.late_init import allocate
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run_mode import DryRunMode

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, final
 
-from d9d_pipeline import StagePlacement
+from d9d_pipeline.schedule import StagePlacement
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicated", "optimizer", "gradients", "parameters"]

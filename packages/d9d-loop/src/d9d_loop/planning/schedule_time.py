@@ -21,7 +21,6 @@ from d9d_loop.planning.step_model import StepTime, layer_times, stage_layers, st
 from d9d_pipeline import (
     Backward,
     BackwardInput,
-    Compute,
     Costs,
     Forward,
     GPipe,
@@ -34,6 +33,7 @@ from d9d_pipeline import (
     build,
     simulate,
 )
+from d9d_pipeline.actions import Compute
 
 
 @final

@@ -16,14 +16,15 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from d9d_dist import Launch, PrecisionName, StageInfo
+from d9d_dist import Launch, StageInfo
+from d9d_dist.precision import PrecisionName
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.built_model import build_model
 from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.dry_runs import DryRun, fake_batch, placed, run_rank, stage_messages, without_fake_warnings
 from d9d_loop.planning.layer_repeats import ShortProvider, layer_list, repeats_of
 from d9d_loop.planning.step_record import RepeatMarks
-from d9d_pipeline import Messages
+from d9d_pipeline.channel import Messages
 
 
 def short_runs(

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from d9d_dist import DeferredWeightGrads, recorded_blocks
+from d9d_dist.planned_device import recorded_blocks
+from d9d_dist.split_backward import DeferredWeightGrads
 from d9d_loop.planning.collective_log import COLLECTIVE_NAMESPACES, Collective, collective_of, tensors_in
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -198,7 +199,7 @@ class StepRecorder(TorchDispatchMode):
         self._part_start = (0, 0, 0)
 
     def start_block(self) -> Callable[[int], bool]:
-        """Start a block of `d9d_dist.each_block`; return a function that ends it and records identical blocks."""
+        """Start a block of `each_block`; return a function that ends it and records identical blocks."""
         start = self._place()
 
         def end(num_equal: int) -> bool:

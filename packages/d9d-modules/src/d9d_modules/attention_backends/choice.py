@@ -84,13 +84,13 @@ class ChosenAttention:
         )
 
     def of_heads(self, heads: slice) -> "ChosenAttention":
-        """See `d9d_dist.AttentionOfHeads`. Selects the sinks of these heads."""
+        """See `AttentionOfHeads`. Selects the sinks of these heads."""
         sinks = self.sinks
         return self if sinks is None else replace(self, sinks=lambda: sinks()[heads])
 
     @property
     def is_causal(self) -> bool:
-        """See `d9d_dist.DeclaresCausality`."""
+        """See `DeclaresCausality`."""
         return self.options.is_causal
 
     def __call__(

@@ -6,7 +6,8 @@ import torch
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
-from d9d_state import BlockScaled, Fp8Blocks, Int4Groups, Mxfp4
+from d9d_state import Fp8Blocks, Int4Groups, Mxfp4
+from d9d_state.mapper.quantized import BlockScaled
 
 _WHERE = "quantization_config of config.json"
 _ADVICE = "Convert the checkpoint to bfloat16 with the tools of its publisher."

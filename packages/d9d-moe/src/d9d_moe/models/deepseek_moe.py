@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import nn
 
 from d9d_dist.errors import UserError
-from d9d_modules import swiglu_from_hugging_face
 from d9d_modules.models import hugging_face_family as hf
+from d9d_modules.models.decoder_params import swiglu_from_hugging_face
 from d9d_moe.experts import SharedExperts
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries
 from d9d_moe.models.sparse_params import SparseParams

@@ -7,16 +7,10 @@ from typing import Any, TypeAlias, final
 from torch import nn
 
 from d9d_dist.errors import UserError
-from d9d_modules import (
-    AttentionOptions,
-    DecoderForCausalLM,
-    HuggingFaceConfig,
-    MultiHeadLatentAttention,
-    RotaryLayout,
-    YarnScaling,
-    config_value,
-)
+from d9d_modules import AttentionOptions, DecoderForCausalLM, MultiHeadLatentAttention, YarnScaling
 from d9d_modules.models import hugging_face_family as hf
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
+from d9d_modules.rope import RotaryLayout
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_ENTRIES,
     DEEPSEEK_MOE_IRRELEVANT,

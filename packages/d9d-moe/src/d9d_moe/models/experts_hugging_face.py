@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from d9d_dist.errors import UserError
-from d9d_modules import HuggingFaceConfig, config_value
 from d9d_modules.models import hugging_face_family as hf
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
 from d9d_moe.router_losses import RouterLosses
 from d9d_state import JsonValue, StateMapper, parallel, rename, split, stack
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import final
 
-from d9d_modules import AttentionForm, GroupedQueryParams
+from d9d_modules import GroupedQueryParams
 from d9d_modules.models import hugging_face_family as hf
+from d9d_modules.models.grouped_query import AttentionForm
 from d9d_moe.models.deepseek_moe import (
     DEEPSEEK_MOE_ENTRIES,
     DEEPSEEK_MOE_IRRELEVANT,

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from d9d_dist.errors import UserError
-from d9d_modules import HuggingFaceConfig, with_defaults
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig
+from d9d_modules.models.hugging_face_family import with_defaults
 from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3, DeepseekV3Params
 from d9d_state import JsonValue
 

@@ -5,16 +5,11 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from d9d_dist.errors import UserError
-from d9d_modules import (
-    AttentionForm,
-    GroupedQueryParams,
-    HuggingFaceConfig,
-    RopeScaling,
-    config_value,
-    layers_of_kind,
-)
+from d9d_modules import GroupedQueryParams
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_config import written_layer_types
+from d9d_modules.models.decoder_params import RopeScaling
+from d9d_modules.models.grouped_query import AttentionForm
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, layers_of_kind, written_layer_types
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face
 from d9d_moe.experts import Experts, GroupedClampedSwiGLU
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, read_router_losses, written_router_losses

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 from d9d_dist.errors import UserError
-from d9d_modules import AttentionForm, DecoderForCausalLM, GroupedQueryParams, HuggingFaceConfig, config_value
+from d9d_modules import DecoderForCausalLM, GroupedQueryParams
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hugging_face_config import DEFAULT_WINDOW, has_windows, read_one_window
+from d9d_modules.models.grouped_query import AttentionForm
+from d9d_modules.models.hugging_face_config import (
+    DEFAULT_WINDOW,
+    HuggingFaceConfig,
+    config_value,
+    has_windows,
+    read_one_window,
+)
 from d9d_moe.models.experts_hugging_face import expert_entries, read_router_losses, written_router_losses
 from d9d_moe.models.sparse_params import SoftmaxRoutedParams
 from d9d_state import JsonValue

@@ -7,9 +7,18 @@ from typing import Any, ClassVar, final
 
 from torch import nn
 
-from d9d_modules import QWEN3_5, HuggingFaceConfig, HybridParams, swiglu_from_hugging_face
+from d9d_modules import QWEN3_5
 from d9d_modules.models import hugging_face_family as hf
-from d9d_modules.models.hybrid import HYBRID_ENTRIES, HYBRID_FIXED, HYBRID_OWN, read_full_layers, written_full_layers
+from d9d_modules.models.decoder_params import swiglu_from_hugging_face
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig
+from d9d_modules.models.hybrid import (
+    HYBRID_ENTRIES,
+    HYBRID_FIXED,
+    HYBRID_OWN,
+    HybridParams,
+    read_full_layers,
+    written_full_layers,
+)
 from d9d_moe.experts import SharedExperts
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, read_router_losses, written_router_losses
 from d9d_moe.models.qwen3_moe import read_dense_layers
@@ -19,7 +28,7 @@ from d9d_state import JsonValue, StateMapper, parallel, rename, scope
 
 @dataclass(frozen=True, kw_only=True)
 class SparseHybridParams(SoftmaxRoutedParams, HybridParams, ABC):
-    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `d9d_modules.HybridParams`."""
+    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `HybridParams`."""
 
     shared_intermediate_size: int
 

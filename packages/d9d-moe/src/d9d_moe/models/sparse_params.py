@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from d9d_modules import AuxiliaryLosses, DecoderParams, check_layers, decoder_from_hugging_face
+from d9d_modules import DecoderParams, decoder_from_hugging_face
+from d9d_modules.models.decoder_params import AuxiliaryLosses, check_layers
 from d9d_moe.experts import Experts, GroupedSwiGLU
 from d9d_moe.layer import NO_LOSSES, MoELayer
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face

@@ -5,7 +5,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from d9d_dist import UserError
-from d9d_pipeline import stage_output
+from d9d_pipeline.channel import stage_output
 
 
 @dataclass
