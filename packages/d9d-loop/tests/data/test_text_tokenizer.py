@@ -157,6 +157,16 @@ def test_a_vocabulary_without_tokenizer_json_is_read_by_transformers(tmp_path: P
     assert "vocab.txt" in TOKENIZER_FILES
 
 
+@pytest.mark.parametrize("settings", ["no settings", "named"])
+def test_added_tokens_that_would_get_other_ids_are_an_error(tmp_path: Path, settings: str) -> None:
+    folder = _write(tmp_path / "t", "added", settings)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["added_tokens"][-1]["id"] += 4  # the file as after tokens before it were removed
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=r"the added token '<new>' has the id 265, but tokenizers reads it as 261, "):
+        read_text_tokenizer(folder)
+
+
 def test_token_files_hold_the_tokens_of_transformers(tmp_path: Path) -> None:
     folder = _write(tmp_path / "model", "bos", "named")
     file = tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=folder / "tokenizer.json")

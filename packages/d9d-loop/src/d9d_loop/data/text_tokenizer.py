@@ -307,9 +307,22 @@ def _read_backend(file: Path) -> "Tokenizer":
     from tokenizers import Tokenizer  # noqa: PLC0415 - optional
 
     try:
-        return Tokenizer.from_file(str(file))
+        backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
         raise UserError(f"{file} is not a tokenizer.json: {error}. Download it again.") from None
+    _check_added_ids(file, backend)
+    return backend
+
+
+def _check_added_ids(file: Path, backend: "Tokenizer") -> None:
+    """Raise `UserError` if tokens have other ids than in the file: tokenizers numbers added tokens without gaps."""
+    for token in read_json(file).get("added_tokens", []):
+        if (number := backend.token_to_id(token["content"])) != token["id"]:
+            raise UserError(
+                f"{file}: the added token {token['content']!r} has the id {token['id']}, but tokenizers reads it as "
+                f"{number}, because it numbers added tokens without gaps. Add tokens for the missing ids, or correct "
+                "the id."
+            )
 
 
 def _read_with_transformers(folder: Path) -> TextTokenizer:
@@ -327,6 +340,7 @@ def _read_with_transformers(folder: Path) -> TextTokenizer:
             "AutoTokenizer.from_pretrained reads without remote code. Download it again, or save it with transformers."
         ) from error
     if (backend := getattr(auto, "backend_tokenizer", None)) is not None:
+        _check_added_ids(file, backend)
         return TextTokenizer(backend, auto=auto)
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     digest = "".join(f"{file.name}:{hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
