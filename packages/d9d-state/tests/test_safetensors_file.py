@@ -76,7 +76,7 @@ def test_files_without_tensors_are_written_and_read(tmp_path: Path) -> None:
 
 def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"safetensors files do not support torch\.complex128; pass torch\.view_as_real"
+        ValueError, match=r"safetensors files do not support torch\.complex128; use complex64, or pass torch\.view"
     ):
         write_safetensors(tmp_path / "file.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})
 
@@ -100,7 +100,7 @@ def test_header_contains_the_layout(tmp_path: Path) -> None:
 
 def test_layout_of_unsupported_dtype_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"safetensors files do not support torch\.complex128; pass torch\.view_as_real"
+        ValueError, match=r"safetensors files do not support torch\.complex128; use complex64, or pass torch\.view"
     ):
         FileLayout.of({"a": TensorInfo((1,), torch.complex128)})
 
