@@ -3,14 +3,14 @@
 Both are functions of the evaluations so far; their state is part of the job's `Record`.
 """
 
-from d9d_loop.config.trainer_config import TrainerConfig, WatchedConfig
+from d9d_loop.config.trainer_config import PlateauConfig, TrainerConfig, WatchedConfig
 from d9d_loop.engine.job_state import Patience, Record
 
 
 def react(record: Record, config: TrainerConfig) -> str | None:
     """Update a record after its evaluation; return why the job ends now, or `None`."""
-    if (plateau := config.plateau) is not None:
-        _reduce(record, plateau.factor, plateau.min_factor) if _is_plateau(record, config) else None
+    if (plateau := config.plateau) is not None and _is_plateau(record, plateau):
+        record.rate_factor = max(record.rate_factor * plateau.factor, plateau.min_factor)
     if (stopping := config.early_stopping) is None:
         return None
     count = record.early_stopping
@@ -21,10 +21,9 @@ def react(record: Record, config: TrainerConfig) -> str | None:
     return f"{stopping.by} has not improved in {count.waited} evaluations; the best value is {best}."
 
 
-def _is_plateau(record: Record, config: TrainerConfig) -> bool:
+def _is_plateau(record: Record, plateau: PlateauConfig) -> bool:
     """Count an evaluation as torch's `ReduceLROnPlateau` does; return True if the learning rate is reduced now."""
-    plateau, count = config.plateau, record.plateau
-    assert plateau is not None
+    count = record.plateau
     _count(count, record, plateau)
     if count.cooldown > 0:
         count.cooldown, count.waited = count.cooldown - 1, 0
@@ -32,10 +31,6 @@ def _is_plateau(record: Record, config: TrainerConfig) -> bool:
         return False
     count.cooldown, count.waited = plateau.cooldown, 0
     return True
-
-
-def _reduce(record: Record, factor: float, least: float) -> None:
-    record.rate_factor = max(record.rate_factor * factor, least)
 
 
 def _count(count: Patience, record: Record, watched: WatchedConfig) -> None:
