@@ -142,9 +142,13 @@ def _dev_requirements() -> list[str]:
 
 
 def _texts() -> dict[str, str]:
-    """Return the text of every file in the repository, except for the lock, of which uv.lock's own test reads names."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    """Return the text of every file of the checkout; of a copy without `.git`, every file in no hidden folder."""
+    if (ROOT / ".git").exists():
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    else:
+        shown = [path for path in ROOT.iterdir() if path.name == ".ci" or not path.name.startswith(".")]
+        names = [str(path.relative_to(ROOT)) for top in shown for path in [top, *top.rglob("*")]]
     suffixes = {".cfg", ".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml"}
     paths = [ROOT / name for name in names if name and Path(name).suffix in {*suffixes, ""}]
     return {

@@ -1,7 +1,11 @@
 import threading
 from contextlib import suppress
+from typing import cast
+
+import torch.distributed as dist
 
 from d9d_dist import MeshConfig
+from d9d_dist.failures.peers import publish_self, set_acknowledged
 from d9d_dist.groups.side_channel import SideChannel
 from d9d_dist.testing import run_ranks
 
@@ -31,6 +35,29 @@ def test_ranks_communicate_beside_collectives_in_any_thread() -> None:
     assert first_0 == first_1
     assert first_0 in {"0", "1"}
     assert (here_0, here_1) == ([1], [0])
+
+
+class _LateStore:
+    """A store that writes only once it answers a later request of the same connection."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
+
+    def set(self, key: str, text: str) -> None:
+        self._sent[key] = text
+
+    def check(self, keys: list[str]) -> bool:
+        self.texts.update(self._sent)
+        return all(key in self.texts for key in keys)
+
+
+def test_a_text_has_arrived_when_the_write_returns() -> None:
+    store = _LateStore()
+    set_acknowledged(cast("dist.Store", store), "key", "text")
+    publish_self(cast("dist.Store", store), 3)
+    assert store.texts["key"] == "text"
+    assert "d9d/peer/3" in store.texts
 
 
 def _fail() -> tuple[int, str] | None:

@@ -39,9 +39,18 @@ class Peer:
         return f"process {self.pid} on {self.host}"
 
 
+def set_acknowledged(store: dist.Store, key: str, text: str) -> None:
+    """Write a text into the store; when this returns, all ranks can read it.
+
+    `TCPStore.set` sends and does not wait: another rank may ask for the key after a barrier and before the write.
+    """
+    store.set(key, text)
+    store.check([key])  # answered after the write, which came over the same connection
+
+
 def publish_self(store: dist.Store, rank: int) -> None:
     """Publish this rank's host, namespace and process id in the store."""
-    store.set(f"d9d/peer/{rank}", f"{socket.gethostname()}\n{_namespace()}\n{os.getpid()}")
+    set_acknowledged(store, f"d9d/peer/{rank}", f"{socket.gethostname()}\n{_namespace()}\n{os.getpid()}")
 
 
 def peers_here(store: dist.Store, ranks: Iterable[int]) -> list[Peer]:

@@ -6,7 +6,7 @@ from typing import final
 import torch.distributed as dist
 
 from d9d_dist.failures.first_failure import Failure, first_failure, leave_store, publish_failure
-from d9d_dist.failures.peers import Peer, hosts_of, peers_here
+from d9d_dist.failures.peers import Peer, hosts_of, peers_here, set_acknowledged
 from d9d_dist.groups.context import DistributedContext
 
 
@@ -27,8 +27,8 @@ class SideChannel:
         self._texts = dist.PrefixStore(f"d9d/{name}", self._root)
 
     def write(self, key: str, text: str) -> None:
-        """Write a text, which overwrites the previous one."""
-        self._texts.set(key, text)
+        """Write a text, which overwrites the previous one. When this returns, all ranks can read it."""
+        set_acknowledged(self._texts, key, text)
 
     def write_first(self, key: str, text: str) -> str:
         """Write a text unless the key already has a text; return the text of the key."""
