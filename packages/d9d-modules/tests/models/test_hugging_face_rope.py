@@ -65,6 +65,14 @@ def test_every_scaling_survives_the_round_trip(scaling: RopeScaling | None) -> N
     assert rope_from_hugging_face(written) == (5000.0, scaling)
 
 
+def test_other_programs_find_the_base_beside_the_scaling_and_the_length_of_longrope() -> None:
+    longrope = LongRopeScaling(short_factors=(1.0,) * 4, long_factors=(2.0,) * 4, factor=4.0, original_max_positions=32)
+    written = LLAMA3.write(_params(longrope))
+    assert written["rope_scaling"] == written["rope_parameters"]  # ctranslate2 reads the base there
+    assert written["original_max_position_embeddings"] == 32  # transformers 4 reads it there
+    assert "original_max_position_embeddings" not in LLAMA3.write(_params(None))
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -30,6 +30,7 @@ from d9d_loop.job.reactions import react
 from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
+from d9d_loop.model.export_notes import print_export_notes
 from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_finite, check_replicas, find_non_finite
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.launcher_watch import LauncherWatch
@@ -413,4 +414,6 @@ def _export(job: Job, folder: Path) -> None:
             source=source,
             progress=config.logging.progress,
         )
+    if job.ctx.is_main_process:
+        print_export_notes(folder)
     job.events.emit(ModelExported(job.record.step, folder))

@@ -15,6 +15,7 @@ from d9d_dist.install_hint import install_hint
 from d9d_loop.events import Finished
 from d9d_loop.jobs.job_config import ALL_LINEAR, AdapterConfig
 from d9d_loop.model.disk_mapper import export_mapper
+from d9d_loop.model.export_notes import print_export_notes
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper, save_model_state, sequential
 from d9d_state.model_save import check_export
@@ -120,6 +121,8 @@ class AdaptedModel(ModelProvider):
         self._peft.merge_(model, ctx)
         mapper = export_mapper(self, model, base_only=True)
         save_model_state(model, folder / "export", mapper, ctx, extra_files=self.export_files(), source=source)
+        if ctx.is_main_process:
+            print_export_notes(folder / "export")
 
     def _choose(self, model: nn.Module) -> None:
         """Choose the layers of the whole model that get adapters, and the parameters that are trained in full."""

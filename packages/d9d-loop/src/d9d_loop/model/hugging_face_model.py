@@ -19,6 +19,7 @@ from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parall
 from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
 from d9d_loop.model._hugging_face_heads import Accepted
+from d9d_loop.model.export_notes import with_older_entries
 from d9d_loop.model.folder_dtypes import FolderDtypes
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper
@@ -138,7 +139,7 @@ class _HuggingFaceModel(ModelProvider):
         config.architectures = [type(model).__name__]
         dtype = model.dtype if self._folder_dtypes is None else self._folder_dtypes.main
         config.dtype = str(dtype).removeprefix("torch.")
-        self.built_config = json.loads(config.to_json_string(use_diff=True))
+        self.built_config = with_older_entries(json.loads(config.to_json_string(use_diff=True)))
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:

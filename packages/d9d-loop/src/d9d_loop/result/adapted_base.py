@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
+from d9d_loop.model.export_notes import with_older_entries
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -109,6 +110,8 @@ def save_merged(source: AdaptedBase, folder: Path) -> None:
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
     state = {name: each for name, each in adapted.state_dict().items() if ".adapter." not in name}
     adapted.save_pretrained(folder, state_dict=state)
+    config = with_older_entries(read_json(folder / "config.json"))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_model(folder: Path, named: Path | None = None) -> Any:

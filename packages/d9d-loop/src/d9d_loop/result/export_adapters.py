@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _export_step(Path(options.path), options.step, options.output)
         return
     from d9d_loop.jobs.text_export import copy_tokenizer  # noqa: PLC0415 - help is printed without torch
+    from d9d_loop.model.export_notes import print_export_notes  # noqa: PLC0415
     from d9d_loop.result.loaded_result import (  # noqa: PLC0415 - imports torch
         find_export,
         require_transformers,
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shutil.copy(folder / "generation_config.json", partial)
     partial.replace(output)
     print(f"d9d: wrote {output}: merged {source}.")
+    print_export_notes(output)
 
 
 def _export_step(run: Path, step: str, output: Path | None) -> None:

@@ -80,14 +80,17 @@ def rope_to_hugging_face(params: DecoderParams, *, rotary_factor: float | None =
     """Return the RoPE entries of a `config.json`, without static NTK scaling; see `without_ntk`.
 
     The entries include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
-    earlier versions and inference engines read.
+    earlier versions and inference engines read. ctranslate2 reads the base from `rope_scaling`; `transformers` 4 reads
+    the original length of LongRoPE at the top level.
     """
     theta, scaling = params.rope_theta, None if params.rope_scaling is None else _written(params.rope_scaling)
     factor: dict[str, JsonValue] = {} if rotary_factor is None else {"partial_rotary_factor": rotary_factor}
+    is_long = isinstance(params.rope_scaling, scalings.LongRopeScaling)
     return {
         **factor,
+        **({_LENGTH: params.rope_scaling.original_max_positions} if is_long else {}),
         "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope_scaling": scaling and {**scaling, "rope_theta": theta},
         "rope_parameters": {
             "rope_theta": theta,
             **factor,
