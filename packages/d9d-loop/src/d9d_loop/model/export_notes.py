@@ -47,7 +47,7 @@ def export_notes(config: Config) -> list[ExportNote]:
 
 
 def with_older_entries(config: Config) -> dict[str, Any]:
-    """Return a `config.json` that `transformers` 5 wrote, with the RoPE entries that version 4 reads."""
+    """Return a `config.json` that `transformers` 5 wrote, with the entries that version 4 reads."""
     model_type, rope = config.get("model_type"), _entries(config, "rope_parameters")
     older: dict[str, Any] = {}
     if _is_per_kind(rope):
@@ -62,6 +62,8 @@ def with_older_entries(config: Config) -> dict[str, Any]:
             older[name] = rope[name]
     if rope.get("rope_type", "default") != "default":
         older["rope_scaling"] = rope
+    if model_type in ("qwen3_moe", "qwen3_next") and "num_local_experts" in config:
+        older["num_experts"] = config["num_local_experts"]
     return {**older, **config}
 
 
@@ -95,8 +97,9 @@ def _of_gguf(config: Config) -> Iterator[ExportNote]:
         yield ExportNote("GGUF", f"transformers reads no RoPE scaling ({kind}) from a GGUF file")
     if model_type != "gemma3_text" and _has_windows(config):
         yield ExportNote("GGUF", "transformers reads no sliding windows from a GGUF file")
-    if model_type == "qwen3_moe" and not config.get("norm_topk_prob", False):
-        yield ExportNote("GGUF", "transformers reads norm_topk_prob = true from each GGUF file")
+    if model_type == "qwen3_moe":
+        version, value = (4, "false") if config.get("norm_topk_prob", False) else (5, "true")
+        yield ExportNote("GGUF", f"transformers {version} reads norm_topk_prob = {value} from each GGUF file")
     if model_type == "gemma3_text" and (lost := _lost_of_gemma3(config)):
         yield ExportNote("GGUF", f"transformers reads the default of {', '.join(lost)} from a GGUF file")
 
