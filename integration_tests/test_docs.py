@@ -10,7 +10,7 @@ from page_files import PAGE_FILES
 from snippets import MAIN_GUARD, blocks, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
-_WITHOUT_SNIPPETS = {"comparison.md", "glossary.md"}
+_WITHOUT_SNIPPETS = {"comparison.md", "glossary.md", "surprises.md"}
 _WITH_OTHER_LIBRARIES = {"coming_from.md"}  # shows code of other libraries, which does not run
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in _WITHOUT_SNIPPETS)
 PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("README.md"))]

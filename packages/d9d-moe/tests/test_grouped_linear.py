@@ -1,4 +1,6 @@
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,7 +11,12 @@ from torch.nn import functional as F
 from d9d_dist import UserError
 from d9d_dist.testing import assert_rounds_like
 from d9d_moe import GroupedLinear, grouped_matmul
-from d9d_moe.grouped_linear import GROUPED_MATMUL_VARIABLE, GroupedMatmulBackend, choose_grouped_matmul
+from d9d_moe.grouped_linear import (
+    GROUPED_MATMUL_VARIABLE,
+    GroupedMatmulBackend,
+    _grouped_gemm_hint,
+    choose_grouped_matmul,
+)
 
 COUNTS = [[4, 0, 3, 5], [0, 0, 0, 12], [12, 0, 0, 0], [3, 3, 3, 3]]
 
@@ -196,12 +203,22 @@ def test_environment_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> Non
         grouped_matmul(x, weight, counts)
 
 
+def test_the_hint_of_grouped_gemm_names_what_works_for_the_headers_of_torch(tmp_path: Path) -> None:
+    header = tmp_path / "torch" / "csrc" / "api" / "include" / "torch" / "all.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#if __cplusplus < 201703L\n#error C++17 or later\n#endif\n")
+    assert "Install it: TORCH_CUDA_ARCH_LIST=9.0 pip install" in _grouped_gemm_hint(tmp_path)
+    header.write_text("#if __cplusplus < 202002L\n#error C++20 or later\n#endif\n")
+    expected = r"cannot be built for torch .*asks for C\+\+17, .* need C\+\+20\. Use 'grouped_mm' or 'eager'"
+    assert re.search(expected, _grouped_gemm_hint(tmp_path))
+
+
 def test_unsupported_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, counts = torch.randn(3, 4), torch.randn(2, 8, 4), torch.tensor([1, 2])
     with pytest.raises(UserError, match=r"backend = 'triton'; expected one of grouped_mm, grouped_gemm, eager"):
         grouped_matmul(x, weight, counts, backend="triton")  # ty: ignore[invalid-argument-type]
     monkeypatch.setattr("d9d_moe.grouped_linear.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"grouped_gemm is not installed\. Install it: .*pip install .*grouped_gemm"):
+    with pytest.raises(UserError, match=r"grouped_gemm is not installed\. .*'grouped_mm' or 'eager'\."):
         grouped_matmul(x, weight, counts, backend="grouped_gemm")
     monkeypatch.setattr("d9d_moe.grouped_linear.find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"got torch\.float32 on cpu; expected torch\.bfloat16 on an accelerator"):

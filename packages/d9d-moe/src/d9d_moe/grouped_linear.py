@@ -10,6 +10,7 @@ Shape legend: N rows, sorted by group; G groups; I input features; O output feat
 import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
@@ -124,14 +125,24 @@ def _check_backend(backend: str, x_NI: Tensor) -> None:
         return
     if find_spec("grouped_gemm") is None:
         raise UserError(
-            f"backend = 'grouped_gemm', but the package grouped_gemm is not installed. Install it: "
-            f"{GROUPED_GEMM_INSTALL}. Or use 'grouped_mm' or 'eager'."
+            f"backend = 'grouped_gemm', but the package grouped_gemm is not installed. {_grouped_gemm_hint()}"
         )
     if x_NI.device.type in ("cpu", "meta") or x_NI.dtype != torch.bfloat16:
         raise UserError(
             f"backend = 'grouped_gemm' got {x_NI.dtype} on {x_NI.device.type}; expected torch.bfloat16 on an "
             "accelerator. Use 'grouped_mm' or 'eager'."
         )
+
+
+def _grouped_gemm_hint(headers: Path = Path(torch.__file__).parent / "include") -> str:
+    """Return how to install `grouped_gemm`, whose build asks for C++17, for the headers of torch; or what to use."""
+    header = headers / "torch" / "csrc" / "api" / "include" / "torch" / "all.h"
+    if header.is_file() and "202002L" in header.read_text(encoding="utf-8"):
+        return (
+            f"It cannot be built for torch {torch.__version__}: its build asks for C++17, and the headers of torch "
+            "need C++20. Use 'grouped_mm' or 'eager'."
+        )
+    return f"Install it: {GROUPED_GEMM_INSTALL}. Or use 'grouped_mm' or 'eager'."
 
 
 class _GroupedMatmul(torch.autograd.Function):
