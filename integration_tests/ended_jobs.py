@@ -23,6 +23,9 @@ PHASES = ("imports", "start", "first step", "evaluation", "save", "in a save", "
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 D9D_TORCHRUN = [sys.executable, "-m", "d9d_loop.torchrun"]
 
+# A background command of a script ignores SIGINT, and one of nohup SIGHUP; its subprocesses would ignore them, too.
+_WITH_SIGNALS = ["env", "--default-signal=HUP,INT"]
+
 _SETTINGS = {
     "checkpoint.every": "2",
     "evaluation.every": "2",
@@ -101,7 +104,11 @@ def run_until_end(
     with (folder / log).open("w") as output:
         started = [
             subprocess.Popen(
-                [*launcher, "ending_job.py", *arguments], cwd=folder, env=environment, stdout=output, stderr=output
+                [*_WITH_SIGNALS, *launcher, "ending_job.py", *arguments],
+                cwd=folder,
+                env=environment,
+                stdout=output,
+                stderr=output,
             )
             for launcher in launchers
         ]
