@@ -28,7 +28,7 @@ PHONE: ViewportSize = {"width": 360, "height": 740}
 DESKTOP: ViewportSize = {"width": 1280, "height": 800}
 SHOWN = ("", "quickstart/", "which_layout/", "coming_from/", "support_matrix/", "training/", "reference/configuration/")
 QUESTIONS = {
-    "resume a killed job": ("job_checkpoints", "training", "first_run", "resilience"),
+    "resume a killed job": ("job_checkpoints", "training", "quickstart", "resilience"),
     "exit code 75": ("resilience", "when_something_fails"),
     "fine-tune with LoRA": ("peft", "fine_tune", "quickstart"),
     "hugging face model": ("hugging_face_model",),
