@@ -54,6 +54,19 @@ def test_files_that_a_page_names_exist_and_define_the_names(page: str) -> None:
         assert name.rpartition(".")[2] in defined, f"{file} does not define {name}"
 
 
+def test_each_surprise_names_a_script_of_its_version() -> None:
+    _, _, text = (ROOT / "docs/surprises.md").read_text(encoding="utf-8").partition("## Adapters")
+    rows = [
+        line.split(" | ")
+        for line in text.splitlines()
+        if line.startswith("| ") and "Library" not in line and "---" not in line
+    ]
+    assert len(rows) > 20
+    for row in rows:
+        script = ROOT / "findings" / f"{row[-1].strip(' |`')}.sh"
+        assert row[0].strip("| ").partition(",")[0] in script.read_text(encoding="utf-8")
+
+
 def test_guides_and_other_pages_are_found() -> None:
     assert len(GUIDES) >= 12
     assert len(PAGES) >= len(GUIDES) + 9
