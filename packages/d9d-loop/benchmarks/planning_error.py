@@ -16,7 +16,7 @@ import argparse
 import gc
 import json
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import ceil
@@ -25,7 +25,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from planning_rows import Measured, read
+from planning_rows import Measured, read, unread
 from scipy.optimize import least_squares
 
 from d9d_loop.planning import Hardware, memory_of, step_time
@@ -118,6 +118,7 @@ def summary(rows: Sequence[Measured], predicted: Sequence[float], hardware: Hard
     right = fmean([(a[0] > b[0]) == (a[1] > b[1]) for a, b in ranked]) if ranked else 1.0
     return {
         "rows": len(errors),
+        "unstated": sorted({name for row in rows for name in row.unstated}),
         "mape": round(100 * fmean(map(abs, errors)), 2),
         "median": round(100 * median(map(abs, errors)), 2),
         "bias": round(100 * fmean(errors), 2),
@@ -189,13 +190,14 @@ def memory_summary(rows: Sequence[Measured]) -> dict[str, float]:
     ratios = []
     for row in rows:
         layout = row.tuned[0]
-        found = max(memory_of(row.shape, layout, index).model for index in {0, layout.pp - 1})
+        found = max(getattr(memory_of(row.shape, layout, index), row.counted) for index in {0, layout.pp - 1})
         if row.memory is not None:
             ratios.append(row.memory / found)
     if not ratios:
         return {}
     return {
         "memory_mape": round(100 * fmean(abs(1 / each - 1) for each in ratios), 2),
+        "memory_shortest": round(100 * (1 / max(ratios) - 1), 1),
         "memory_interval": round(_half_width([each - 1 for each in ratios]), 3),
     }
 
@@ -242,6 +244,8 @@ def main() -> None:
             result[rows[0].group] = entry | memory_summary(groups[rows[0].group])
         if options.shared:
             result[cluster] = interval_widths(predicted)
+    if options.shipped:
+        result["not read"] = Counter(f"{row['system']}: {row['model']}" for row in unread(options.file))
     print(json.dumps(result, indent=2))
     gc.unfreeze()
 

@@ -5,6 +5,7 @@ depends on the measured value. Models are described by the sizes of plain GPTs o
 """
 
 import csv
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ class Measured:
         tuned: The layout; if the source does not state it, the layouts from which the authors chose the fastest.
         seconds: Measured step time; `None` without one.
         memory: Measured peak memory in bytes; `None` without one.
+        counted: Name of the value of `Memory` that the source measured or computed.
     """
 
     group: str
@@ -34,23 +36,40 @@ class Measured:
     seconds: float | None
     memory: float | None
     row: Row
+    counted: str = "reserved"
+
+    @property
+    def unstated(self) -> tuple[str, ...]:
+        """Names of the settings of the layout that the source does not state."""
+        is_sparse, is_pipelined = self.shape.num_experts > 0, self.tuned[0].pp > 1
+        names = ("tp", "pp", "mbs", "seq", "recompute", *["vp"] * is_pipelined, *["ep"] * is_sparse)
+        blank = tuple(name for name in names if self.row[name] in _BLANK)
+        return (*blank, "seq") if "seq not stated" in self.row["note"] else blank
 
 
 def read(path: Path) -> Iterator[Measured]:
     """Yield the rows of a file that the planner can describe."""
+    return (found for _, found in _rows(path) if found is not None)
+
+
+def unread(path: Path) -> Iterator[Row]:
+    """Yield the other rows: a reader returns `None` for a model that it does not know."""
+    return (row for row, found in _rows(path) if found is None)
+
+
+def _rows(path: Path) -> Iterator[tuple[Row, Measured | None]]:
     with path.open() as file:
         for row in csv.DictReader(file):
-            for part, read_row in _SOURCES.items():
-                if part in row["source"]:
-                    found = read_row(row)
-                    if found is not None:
-                        yield found
-                    break
+            reader = next((reader for part, reader in _SOURCES.items() if part in row["source"]), None)
+            yield row, reader(row) if reader is not None else None
+
+
+_BLANK = ("", "n/a", "-")
 
 
 def _number(row: Row, name: str, default: int = 1) -> int:
     text = row[name]
-    return int(float(text)) if text not in ("", "n/a", "-") else default
+    return int(float(text)) if text not in _BLANK else default
 
 
 def _gpt(row: Row, vocab_size: int = 51200) -> DecoderShape:
@@ -129,7 +148,8 @@ def _korthikanti(row: Row) -> Measured:
         **traits,
     )
     memory = float(row["mem_gib"]) * 2**30 if row["mem_gib"] else None
-    return Measured("Korthikanti", "a100-80-dgx", _gpt(row), (layout,), float(row["step_s"]), memory, row)
+    seconds = float(row["step_s"])
+    return Measured("Korthikanti", "a100-80-dgx", _gpt(row), (layout,), seconds, memory, row, "saved")
 
 
 def _sc21(row: Row) -> Measured | None:
@@ -219,8 +239,10 @@ LLAMA = {
 }
 
 
-def llama(name: str, vocab_size: int = 128256) -> DecoderShape:
-    """Return the shape of a Llama-3 model by its size in billions, such as "70"."""
+def llama(name: str, vocab_size: int = 128256) -> DecoderShape | None:
+    """Return the shape of a Llama-3 model by its size in billions, such as "70"; `None` for an unknown size."""
+    if name not in LLAMA:
+        return None
     hidden, layers, heads, kv_heads, inner = LLAMA[name]
     return DecoderShape(
         vocab_size=vocab_size,
@@ -233,49 +255,65 @@ def llama(name: str, vocab_size: int = 128256) -> DecoderShape:
     )
 
 
-def _titan(row: Row) -> Measured:
-    """Read a row of torchtitan: FSDP2 with fp32 masters, tensor and sequence parallelism, compiled layers.
+def _titan(row: Row) -> Measured | None:
+    """Read a row of torchtitan: FSDP2 with fp32 masters, tensor and sequence parallelism; reserved memory.
 
-    Selective recomputation saves every other matrix product.
+    Selective recomputation saves every other matrix product. Rows of the first file are not compiled unless they say
+    so. Without tensor parallelism, the loss reserves 14 bytes per logit. DTensor's parallel loss adds an exponential
+    and a sum in fp32, while log-softmax and gradient exist: 18 bytes.
     """
     degrees = _degrees(row)
+    is_compiled = "compile" in row["precision"] or "asyncTP" in row["source"]
     layout = PlanLayout(
         **degrees,
         **_batch(row, degrees["dp"]),
+        stages_per_rank=_number(row, "vp"),
         recompute="full" if row["recompute"] == "full" else "selective",
         saved_products=0.5,
-        pointwise="compiled",
+        pointwise="compiled" if is_compiled else "eager",
         dtype="fp8" if "fp8" in row["precision"] else "bf16",
         overlaps_tensor="async" in row["precision"],
+        loss_bytes=18 if degrees["tp"] > 1 else 14,
     )
-    size = row["params_b"].partition(".")[0]
+    shape = llama(row["params_b"].partition(".")[0])
+    if shape is None:
+        return None
     memory = float(row["mem_gib"]) * 2**30 if row["mem_gib"] else None
-    return Measured("torchtitan", "h100-96-500w", llama(size), (layout,), float(row["step_s"]), memory, row)
+    return Measured("torchtitan", "h100-96-500w", shape, (layout,), float(row["step_s"]), memory, row)
 
 
-def _kempner(row: Row) -> Measured:
-    """Read a row of KempnerForge: parameters, gradients, Adam moments and loss in bf16; memory in GB as printed.
+def _kempner(row: Row) -> Measured | None:
+    """Read a row of KempnerForge: parameters, gradients, Adam moments and loss in bf16; peak of allocated tensors.
 
-    Gradients are reduced in the last microbatch. Tensor-parallel ranks gather the logits, and do not split sequences.
-    The loss holds logits, log-softmax, and a gradient of each. The 8B model on 8 data-parallel ranks is not compiled.
+    Its "GB" are GiB (`kempnerforge/metrics/memory.py`), and its nodes have four devices. FSDP2 reduces gradients in
+    fp32, in the last microbatch. Tensor-parallel ranks gather the logits and split sequences. The loss holds logits,
+    log-softmax, and a gradient of each. The 8B model on 8 data-parallel ranks is not compiled. The script of the
+    sweep runs 7B on 1 and 2 data-parallel ranks with microbatches of 2 (`mfu_bench.sh`). Without data parallelism, the
+    whole model is one compiled graph, which returns all gradients at once and adds them to those of earlier ones.
     """
     degrees = _degrees(row)
     size = row["params_b"].partition(".")[0]
+    shape = llama(size)
+    if shape is None:
+        return None
+    batch = _batch(row, degrees["dp"])
+    if "mfu_scaling" in row["source"] and (size, degrees["tp"]) == ("8", 1) and degrees["dp"] < 4:
+        batch = {"microbatch_size": 2, "num_microbatches": 4}
     layout = PlanLayout(
         **degrees,
-        **_batch(row, degrees["dp"]),
+        **batch,
         recompute="full",
-        gradient_bytes=2,
-        kept_gradient_bytes=2,
+        gradient_bytes=4,
+        kept_gradient_bytes=4 if degrees["dp"] == 1 else 2,
         stored_weight_bytes=2,
         master_bytes=4,
-        pointwise="eager" if (size, degrees["dp"]) == ("8", 8) else "compiled",
-        sequence_parallel=False,
+        pointwise="eager" if (size, degrees["dp"]) == ("14", 8) and degrees["tp"] == 1 else "compiled",
         loss_bytes=8,
         gathers_logits=True,
     )
-    memory = float(row["mem_gib"]) * 1e9
-    return Measured("KempnerForge", "h200-dgx", llama(size), (layout,), float(row["step_s"]), memory, row)
+    memory = float(row["mem_gib"]) * 2**30
+    seconds = float(row["step_s"])
+    return Measured("KempnerForge", "h200-4ndr", shape, (layout,), seconds, memory, row, "model")
 
 
 _SPARSE = {
@@ -384,11 +422,9 @@ def _bridge(row: Row) -> Measured | None:
     """
     if "LoRA" in row["model"]:
         return None
-    if row["model"].startswith("LLAMA"):
-        shape = llama("405" if "405B" in row["model"] else "70")
-    elif row["model"] in _SPARSE:
-        shape = _SPARSE[row["model"]]
-    else:
+    size = re.fullmatch(r"LLAMA3(?:\.1)?_(\d+)B(?: SFT.*)?", row["model"])
+    shape = llama(size[1]) if size else _SPARSE.get(row["model"])
+    if shape is None:
         return None
     if row["model"] == "DeepSeekV3":  # plus a layer for multi-token prediction
         shape = replace(shape, num_layers=62)
@@ -451,13 +487,15 @@ def _automodel(row: Row) -> Measured | None:
     return Measured("AutoModel", "h100-dgx", shape, (layout,), float(row["step_s"]), None, row)
 
 
-def _meta(row: Row) -> Measured:
+def _meta(row: Row) -> Measured | None:
     """Read a row of Llama 3 405B: 16 Mi tokens per step, rows of 8,192 or, with context parallelism, 131,072 tokens.
 
     No recomputation with short sequences (Llama Team 2024, https://arxiv.org/abs/2407.21783, section 3.3.2); gradients
     and optimizer states are sharded. FLOPs count causal attention. Stages per rank are not stated.
     """
-    shape = llama("405")
+    shape = llama("405") if "405B" in row["model"] else None
+    if shape is None:
+        return None
     length = 131072 if _number(row, "cp") > 1 else 8192
     degrees: dict[str, Any] = {**_degrees(row), "length": length}
     base = PlanLayout(
@@ -477,6 +515,23 @@ def _meta(row: Row) -> Measured:
     return Measured("Meta", "h100-dgx", shape, tuned, seconds, None, row)
 
 
+_QWEN3_4B = DecoderShape(
+    vocab_size=151936,
+    hidden_size=2560,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=9728,
+    tie_embeddings=True,
+)
+_PRIME = {
+    "Qwen3-0.6B": replace(_QWEN3_4B, hidden_size=1024, num_layers=28, num_heads=16, intermediate_size=3072),
+    "Qwen3-4B": _QWEN3_4B,
+    "Qwen3-30B-A3B": _SPARSE["Qwen3_30B_a3B"],
+}
+
+
 def _prime(row: Row) -> Measured | None:
     """Read a row of prime-rl: full fine-tuning with FSDP2, eager operators, full recomputation, no expert parallelism.
 
@@ -486,18 +541,9 @@ def _prime(row: Row) -> Measured | None:
     cluster = clusters.get(row["gpu"])
     if not row["system"].endswith("sft") or cluster is None:
         return None
-    shape = _SPARSE["Qwen3_30B_a3B"]
-    if "-4B-" in row["model"]:
-        shape = DecoderShape(
-            vocab_size=151936,
-            hidden_size=2560,
-            num_layers=36,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            intermediate_size=9728,
-            tie_embeddings=True,
-        )
+    shape = _PRIME.get(row["model"].removeprefix("Qwen/").removesuffix("-Instruct-2507"))
+    if shape is None:
+        return None
     degrees = _degrees(row)
     layout = PlanLayout(
         **degrees,

@@ -88,7 +88,7 @@ class Hardware(_Part):
         default=0.5, gt=0, lt=1, description="The same for a decoder with experts; 0.5 without measured rows."
     )
     memory_error: float = Field(
-        default=0.27,
+        default=0.17,
         gt=0,
         lt=1,
         description="Half width of the 90 % interval of memory, as a fraction. It covers the measured rows of four "

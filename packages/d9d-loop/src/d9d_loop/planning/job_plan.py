@@ -23,8 +23,9 @@ from d9d_loop.planning.layout_search import (
     mesh_config,
     nearest_layouts,
     search_layouts,
+    with_logits,
 )
-from d9d_loop.planning.memory_size import reserve_bytes
+from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION, memory_of
 from d9d_loop.planning.model_shape import UnknownDecoderError, shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.schedule_time import scheduled_step_time
@@ -44,7 +45,7 @@ class RankMemory:
         unsharded_gradients: Gradients that sharded data parallelism keeps whole until the last microbatch reduces them,
             beyond `gradients`. `gradients.reduce_each_microbatch = true` avoids them.
         activations: Peak of the memory that forward, backward and optimizer allocate in addition to the rest.
-        reserve: Estimate for the device context, communication buffers and fragmentation.
+        reserve: Estimate for the device context, communication buffers, and freed blocks that the allocator keeps.
     """
 
     name: str
@@ -237,7 +238,7 @@ def plan_cluster(
         )
     layout = layout_of(plan, runs[0], length=length)
     names = ("first stage", "last stage") if len(runs) == 2 else ("first stage", "second stage", "last stage")
-    memory = tuple(_rank_memory(each, name) for each, name in zip(runs, names, strict=False))
+    memory = tuple(_rank_memory(each, name, layout, shape) for each, name in zip(runs, names, strict=False))
     made = ClusterPlan(
         hardware=hardware,
         layout=layout,
@@ -371,8 +372,13 @@ def describe(layout: PlanLayout) -> str:
     return ", ".join(parts)
 
 
-def _rank_memory(run: DryRun, name: str) -> RankMemory:
+def _rank_memory(run: DryRun, name: str, layout: PlanLayout, shape: DecoderShape | None) -> RankMemory:
+    """Return the memory of a rank; without the sizes of the decoder, its reserve has no cached blocks."""
     unsharded = min(run.whole_gradient_bytes, run.activation_bytes)  # the dry run measures both together
+    model, cached = run.state_bytes + run.activation_bytes, 0.0
+    if shape is not None:
+        alone = with_logits(layout, logit_tokens(run, layout, shape))
+        cached = memory_of(shape, alone, run.rank * layout.pp // layout.world_size).cached
     return RankMemory(
         name=name,
         rank=run.rank,
@@ -381,7 +387,7 @@ def _rank_memory(run: DryRun, name: str) -> RankMemory:
         optimizer=run.optimizer_bytes,
         unsharded_gradients=unsharded,
         activations=run.activation_bytes - unsharded,
-        reserve=reserve_bytes(run.state_bytes + run.activation_bytes),
+        reserve=CONTEXT_BYTES + FRAGMENTATION * model + (1 + FRAGMENTATION) * cached,
     )
 
 

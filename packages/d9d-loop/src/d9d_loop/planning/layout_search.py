@@ -9,7 +9,7 @@ from d9d_dist import MeshConfig, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layer_time import LayerTime
-from d9d_loop.planning.memory_size import Memory, activation_bytes_per_token, memory_of, reserve_bytes
+from d9d_loop.planning.memory_size import Memory, activation_bytes_per_token, memory_of
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute, Sharding
 from d9d_loop.planning.schedule_time import ScheduleBubbles, has_closed_form, supports
 from d9d_loop.planning.step_model import LAYER_SETTINGS, StepTime, layer_times, layers_of, step_time
@@ -58,10 +58,10 @@ class MemoryScale:
         return cls(state=state_bytes / state, rest=rest_bytes / (closed.model - state), logit_tokens=logit_tokens)
 
     def apply(self, memory: Memory) -> Memory:
-        """Return the scaled memory, with its reserve."""
-        scaled = {name: self.state * getattr(memory, name) for name in ("parameters", "optimizer")}
-        scaled |= {name: self.rest * getattr(memory, name) for name in ("gradients", "activations", "gathered", "loss")}
-        return Memory(**scaled, reserve=reserve_bytes(sum(scaled.values())))
+        """Return the scaled memory."""
+        state = ("parameters", "optimizer")
+        factors = {name: self.state if name in state else self.rest for name in Memory.__slots__}
+        return Memory(**{name: factor * getattr(memory, name) for name, factor in factors.items()})
 
 
 def with_logits(layout: PlanLayout, tokens: float | None) -> PlanLayout:

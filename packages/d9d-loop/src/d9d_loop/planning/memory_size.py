@@ -1,16 +1,29 @@
 """Peak memory of a rank, in bytes.
 
-    state       = P (w / z3 + g / z2 + o / z1) + P_gathered w'
-    activations = in-flight microbatches x layers x bytes per token x tokens + one recomputed layer
+    state       = P (w / z3 + g / z2 + o / z1)
+    activations = in-flight microbatches x layers x bytes per token x tokens
+    gathered    = P w' of the parameters that stay gathered: those outside of layers, or a whole pipeline stage
     loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, fp32 copy, log-softmax and gradient, on the last stage
-    reserve     = 1.5 GiB (context, communication buffers) + 3 % of the rest (fragmentation)
+    forward     = recomputed and gathered tensors of one layer + weights of two layers
+    layer       = forward + weight gradients of a layer in the dtype of the weights and of the reduction
+    allocated   = state + activations + gathered + max(loss, layer)
+    reserved    = (allocated + min(loss, forward) + buffers) x 1.03
+    total       = reserved + 1.5 GiB
 
-P: parameters of the rank. w, g, o: bytes per parameter of stored weights, gradients and optimizer state. P_gathered:
-parameters that are gathered at the same time, w': bytes per gathered weight. V: vocabulary size, h: hidden size, t:
-tensor-parallel degree, p: pipeline ranks, m: microbatches.
+P: parameters of the rank. w, g, o: bytes per parameter of stored weights, gradients and optimizer state. w': bytes per
+gathered weight. V: vocabulary size, h: hidden size, t: tensor-parallel degree, p: pipeline ranks, m: microbatches.
 
 Gathered logits are whole (t = 1); the rank's shard of the logits and of their gradient comes on top. With several
-microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces them in each one.
+microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces them in each one. They have
+the dtype in which they are reduced (FSDP2: `FSDPParam.to_accumulated_grad_if_needed`).
+
+Loss and layers need memory at different times. PyTorch's caching allocator keeps freed blocks, and those of the forward
+pass of layers are too small for the logits, so both are reserved. FSDP2 gathers into a flat buffer of another stream,
+whose blocks no other stream gets, and copies it to the weights (`foreach_all_gather` in torch/distributed/fsdp). It
+gathers one layer ahead, and keeps the parameters outside of layers from the forward to the backward pass. Each pipeline
+stage holds the output and the received gradient of each microbatch in flight. Blocks of more than 10 MiB are rounded up
+to 2 MiB, and smaller ones share segments (c10/cuda/CUDACachingAllocator.h): 3 % covers both. 1.5 GiB are the context of
+the device and the buffers of the communication library.
 
 z: number of ranks that shard a term (ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 5). Bytes
 per token of a layer: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), table 2: 34 h of a GPT with dropout,
@@ -34,7 +47,15 @@ FRAGMENTATION = 0.03
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Peak memory of a rank by purpose, in bytes."""
+    """Peak memory of a rank by purpose, in bytes.
+
+    Attributes:
+        gathered: Whole weights that stay gathered during the step.
+        loss: Logits and their copies.
+        forward: Tensors of one layer that exist only during its forward pass or its recomputation.
+        layer: The same in its backward pass, with gradients of its weights. They do not coexist with the loss.
+        buffers: Buffers of an all-gather of weights, and of transfers between stages.
+    """
 
     parameters: float
     gradients: float
@@ -42,22 +63,34 @@ class Memory:
     activations: float
     gathered: float
     loss: float
-    reserve: float
+    forward: float
+    layer: float
+    buffers: float
+
+    @property
+    def saved(self) -> float:
+        """Bytes of the state and of activations that wait for the backward pass."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
 
     @property
     def model(self) -> float:
-        """Bytes without the reserve."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered + self.loss
+        """Bytes of allocated tensors at the peak."""
+        return self.saved + self.gathered + max(self.loss, self.layer)
+
+    @property
+    def cached(self) -> float:
+        """Bytes of freed blocks that PyTorch's allocator cannot use for other tensors."""
+        return min(self.loss, self.forward) + self.buffers
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that PyTorch's allocator reserves."""
+        return (1 + FRAGMENTATION) * (self.model + self.cached)
 
     @property
     def total(self) -> float:
         """Bytes of the process on the device."""
-        return self.model + self.reserve
-
-
-def reserve_bytes(model: float) -> float:
-    """Estimate the bytes of device context, communication buffers and fragmentation; `model` is `Memory.model`."""
-    return CONTEXT_BYTES + FRAGMENTATION * model
+        return self.reserved + CONTEXT_BYTES
 
 
 def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Memory:
@@ -67,30 +100,30 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
     def sharded(size: float, *, at: tuple[Sharding, ...]) -> float:
         return size * sum(each.size / (each.shards if each.sharding in at else 1) for each in groups)
 
-    parameters = sharded(layout.stored_weight_bytes, at=("parameters",))
     gradients = sharded(layout.kept_gradient_bytes, at=("parameters", "gradients"))
-    optimizer = sharded(layout.master_bytes, at=("parameters", "gradients", "optimizer"))
-    gathered = 0.0
+    gathered = largest = weight_gradients = 0.0
+    forward = _layer_activations(shape, layout, pipeline_rank)
     for group in groups:
         if group.sharding != "parameters" or group.shards == 1:
             continue
         if layout.keeps_whole_gradients:
             gradients += group.size * (layout.gradient_bytes - layout.kept_gradient_bytes / group.shards)
-        # Two layers at a time with their fp32 gradient; a pipeline stage keeps its gathered weights during the step.
-        layer = group.size / max(sum(layers_of(shape, layout, pipeline_rank)), 1)
-        gathered += (group.size if layout.pp > 1 else 2 * layer) * layout.weight_bytes + layer * 4
+        one = (group.size - group.outside) / max(sum(layers_of(shape, layout, pipeline_rank)), 1)
+        gathered += (group.size if layout.pp > 1 else group.outside) * layout.weight_bytes
+        forward += 0 if layout.pp > 1 else 2 * one * layout.weight_bytes
+        weight_gradients += one * (layout.weight_bytes + layout.gradient_bytes)
+        largest = max(largest, one, group.outside)
     has_head = pipeline_rank == layout.head_rank
-    loss = layout.tokens_per_microbatch * shape.vocab_size * _loss_bytes(layout) if has_head else 0.0
-    activations = _activations(shape, layout, pipeline_rank)
-    subtotal = parameters + gradients + optimizer + gathered + loss + activations
     return Memory(
-        parameters=parameters,
+        parameters=sharded(layout.stored_weight_bytes, at=("parameters",)),
         gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
+        optimizer=sharded(layout.master_bytes, at=("parameters", "gradients", "optimizer")),
+        activations=_activations(shape, layout, pipeline_rank),
         gathered=gathered,
-        loss=loss,
-        reserve=reserve_bytes(subtotal),
+        loss=layout.tokens_per_microbatch * shape.vocab_size * _loss_bytes(layout) if has_head else 0.0,
+        forward=forward,
+        layer=forward + weight_gradients,
+        buffers=largest * layout.weight_bytes + _transfer_buffers(shape, layout, pipeline_rank),
     )
 
 
@@ -130,32 +163,54 @@ def _layer_bytes(shape: DecoderShape, layout: PlanLayout, recompute: Recompute, 
         attention += 2 * shape.top_k * h / t
     wide = 2 * inner * (3 if shape.is_gated else 2)
     if layout.flash and recompute == "selective":
-        wide = 2 * inner * (2 if shape.is_gated else 1) * layout.saved_products
-        attention *= (1 + layout.saved_products) / 2  # about half of it is the output of attention's kernel
-        inputs *= 0.75 * (1 + layout.saved_products) / 2  # norms are computed again
+        # The layer's input, attention's output, and outputs of products; a compiler omits those that only add to the
+        # residual stream, because no backward pass reads them.
+        products = 2 * (heads + 2 * kv_heads) * d / t + 2 * inner * (2 if shape.is_gated else 1)
+        if layout.pointwise == "eager":
+            products += 2 * 2 * h / thin
+        return 2 * h / thin + 2 * heads * d / t + layout.saved_products * products
     return inputs + attention + wide
 
 
 def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
-    p, v, m = layout.pp, layout.stages_per_rank, layout.num_microbatches
-    if layout.placement == "v":
-        in_flight, factor = min(m, p), 1.0
-    else:
-        in_flight = min(m, p - pipeline_rank)
-        factor = 1 + (p - 1) / (p * v) if v > 1 and m > p and pipeline_rank == 0 else 1.0
+    in_flight = _in_flight(layout, pipeline_rank)
     num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
     tokens = layout.tokens_per_microbatch
     kept = tokens * (
         num_dense * activation_bytes_per_token(shape, layout, sparse=False)
         + num_sparse * activation_bytes_per_token(shape, layout, sparse=True)
     )
-    total = kept * in_flight * factor
     if layout.offload:
-        total = min(total, 2 * kept / max(1.0, num_dense + num_sparse))
-    if layout.recompute == "full":
-        total += tokens * _layer_bytes(shape, layout, "none", sparse=num_sparse > 0)
-        if layout.sequence_parallel and layout.tp > 1:
-            # Three tensors gathered over the sequence, 2 bytes per value: the inputs of attention and feed-forward, and
-            # the gradient of one of these inputs.
-            total += 3 * tokens * 2 * shape.hidden_size
-    return total
+        return min(kept * in_flight, 2 * kept / max(1.0, num_dense + num_sparse))
+    return kept * in_flight
+
+
+def _in_flight(layout: PlanLayout, pipeline_rank: int) -> float:
+    """Return the number of microbatches whose activations a rank holds at the same time."""
+    p, v, m = layout.pp, layout.stages_per_rank, layout.num_microbatches
+    if layout.placement == "v":
+        return min(m, p)
+    factor = 1 + (p - 1) / (p * v) if v > 1 and m > p and pipeline_rank == 0 else 1.0
+    return min(m, p - pipeline_rank) * factor
+
+
+def _transfer_buffers(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
+    """Return the bytes of the outputs of stages and of the gradients that their ranks receive."""
+    if layout.pp == 1:
+        return 0.0
+    thin = layout.tp if layout.sequence_parallel else 1
+    values = layout.tokens_per_microbatch * shape.hidden_size / thin
+    return 2 * 2 * values * layout.stages_per_rank * _in_flight(layout, pipeline_rank)
+
+
+def _layer_activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:
+    """Return the bytes of a layer's recomputed activations, and of tensors that are gathered over the sequence."""
+    num_sparse = layers_of(shape, layout, pipeline_rank)[1]
+    recomputed = _layer_bytes(shape, layout, "none", sparse=num_sparse > 0)
+    if layout.recompute != "full":
+        recomputed -= _layer_bytes(shape, layout, layout.recompute, sparse=num_sparse > 0)
+    # Three tensors of 2 bytes per value: the inputs of attention and feed-forward, and the gradient of one of them.
+    # Async TP gathers the inputs in parts.
+    splits = layout.sequence_parallel and layout.tp > 1
+    gathers = (1 if layout.overlaps_tensor else 3) if splits else 0
+    return layout.tokens_per_microbatch * (recomputed + gathers * 2 * shape.hidden_size)

@@ -71,6 +71,7 @@ class ParameterGroup:
 
     Attributes:
         size: Number of parameters after tensor and expert parallelism, before sharding.
+        outside: Number of these parameters that are outside of layers.
         modules: Number of modules that are gathered and reduced separately: each layer, and the rest.
         sharding: State that is sharded.
         ranks: Number of ranks with the same parameters.
@@ -79,6 +80,7 @@ class ParameterGroup:
     """
 
     size: float
+    outside: float
     modules: int
     sharding: Sharding
     ranks: int
@@ -175,15 +177,16 @@ def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int
     num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
     every = (num_dense + num_sparse) * shape.attention_parameters + num_dense * shape.dense_parameters
     is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.head_rank
-    if is_first:
-        every += shape.embedding_parameters
+    outside = shape.embedding_parameters if is_first else 0
     if is_last:
-        every += shape.head_parameters or (0 if is_first else shape.hidden_size * shape.vocab_size)
+        outside += shape.head_parameters or (0 if is_first else shape.hidden_size * shape.vocab_size)
     router = shape.hidden_size * shape.num_experts
     shared = (shape.shared_parameters - router) / (layout.tp if layout.splits_shared_experts else 1)
-    size = every / layout.tp + num_sparse * (shared + router)
+    size = (every + outside) / layout.tp + num_sparse * (shared + router)
     ranks, modules = layout.dp * layout.cp, num_dense + num_sparse + 1
-    groups = [ParameterGroup(size, modules, layout.sharding, ranks, layout.sharding_ranks, layout.tp)]
+    groups = [
+        ParameterGroup(size, outside / layout.tp, modules, layout.sharding, ranks, layout.sharding_ranks, layout.tp)
+    ]
     if num_sparse:
         # Tensor parallelism does not split experts: its ranks have different tokens, and hold copies of the experts.
         copies = max(1, ranks * layout.tp // layout.ep)
@@ -193,7 +196,7 @@ def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int
         elif sharding == "replicated":
             shards = 1
         experts = num_sparse * shape.expert_parameters / layout.ep
-        groups.append(ParameterGroup(experts, num_sparse, sharding, copies, shards, layout.ep))
+        groups.append(ParameterGroup(experts, 0.0, num_sparse, sharding, copies, shards, layout.ep))
     return groups
 
 
