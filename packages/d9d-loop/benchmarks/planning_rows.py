@@ -49,7 +49,7 @@ class Measured:
 
 def read(path: Path) -> Iterator[Measured]:
     """Yield the rows of a file that the planner can describe."""
-    return (found for _, found in _rows(path) if found is not None)
+    yield from filter(None, (found for _, found in _rows(path)))
 
 
 def unread(path: Path) -> Iterator[Row]:
@@ -59,6 +59,7 @@ def unread(path: Path) -> Iterator[Row]:
 
 def _rows(path: Path) -> Iterator[tuple[Row, Measured | None]]:
     with path.open() as file:
+        row: Row
         for row in csv.DictReader(file):
             reader = next((reader for part, reader in _SOURCES.items() if part in row["source"]), None)
             yield row, reader(row) if reader is not None else None
