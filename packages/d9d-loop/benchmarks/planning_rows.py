@@ -59,10 +59,10 @@ def unread(path: Path) -> Iterator[Row]:
 
 def _rows(path: Path) -> Iterator[tuple[Row, Measured | None]]:
     with path.open() as file:
-        row: Row
-        for row in csv.DictReader(file):
-            reader = next((reader for part, reader in _SOURCES.items() if part in row["source"]), None)
-            yield row, reader(row) if reader is not None else None
+        rows: list[Row] = list(csv.DictReader(file))
+    for row in rows:
+        reader = next((reader for part, reader in _SOURCES.items() if part in row["source"]), None)
+        yield row, reader(row) if reader is not None else None
 
 
 _BLANK = ("", "n/a", "-")
