@@ -1,9 +1,10 @@
 """Training and inference jobs whose model, task and data are named in a configuration file."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
-from d9d_loop.config.component import Component
+from d9d_loop.config.component import Component, import_function
 from d9d_loop.config.preset import InferencePresetConfig, PresetConfig
 from d9d_loop.inference.inference import Inference
 from d9d_loop.job.trainer import Trainer
@@ -13,8 +14,9 @@ J = TypeVar("J", Trainer, Inference)
 
 def preset_trainer(config: PresetConfig) -> Trainer:
     """Build the Trainer of a preset. Raise `UserError` if a component cannot be imported or called."""
+    compute = config.compute_metrics
     return _configured(
-        Trainer,
+        Trainer if compute is None else partial(Trainer, compute_metrics=import_function(compute, "compute_metrics")),
         config,
         evaluation_data=("evaluation_dataset", config.evaluation_dataset),
         optimizer=("optimizer_provider", config.optimizer_provider),

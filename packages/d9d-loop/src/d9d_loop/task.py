@@ -147,6 +147,13 @@ class Task(BatchTask):
         """Update the metrics with a microbatch. Avoid host-device synchronization here."""
         return  # by default there are no metrics
 
+    def predictions(self, outputs: Any, batch: Any) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of a microbatch that `compute_metrics` of the Trainer gets for the whole evaluation.
+
+        Each tensor has a row for each sample, or for each token that counts; other dims must not differ.
+        """
+        return {}
+
 
 class InferenceTask(BatchTask):
     """Inference task: prepares the model's inputs and converts its outputs to one result per sample."""

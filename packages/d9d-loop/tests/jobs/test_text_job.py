@@ -296,6 +296,7 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft or pretrain"),
         ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* dataset.packing = true"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
+        ({"job": "embed", "compute_metrics": "a:b"}, r"compute_metrics is set, but job = embed has no predictions"),
         ({"job": "embed", "dataset": {"files": ["x"], "too_long": "drop"}}, r"too_long = drop, but job = embed"),
         ({"job": "sft", "dataset": {"files": ["x"], "end_token": "x"}}, r"end_token is set, but job = sft"),
         ({"job": "pretrain", "dataset": {"files": ["x"], "too_long": "refuse"}}, r"job = pretrain splits long texts"),
@@ -740,3 +741,24 @@ def test_a_job_notices_other_data_other_tokens_and_another_template(
     reordered["model"]["vocab"] = dict(zip(vocab, reversed(vocab.values()), strict=True))
     tokenizer.write_text(json.dumps(reordered))
     assert identity(lines) != before
+
+
+@pytest.mark.parametrize("job", ["classify", "sft"])
+def test_a_function_of_all_predictions_is_named_in_the_file(
+    job: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"figures_{job}.py").write_text(
+        "def right(found):\n"
+        "    chosen = found['logits'].argmax(-1) if 'logits' in found else found['predictions']\n"
+        "    return {'right': (chosen == found['labels']).mean(), 'labels': len(chosen)}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = _config(folder, tmp_path, job, compute_metrics=f"figures_{job}:right", steps=1)
+    found = text_trainer(config).train().evaluation
+    if job == "classify":
+        assert (found["right"], found["labels"]) == (found["accuracy"], 8)
+    else:
+        assert 0 <= found["right"] <= 1
+        assert found["labels"] > 8
+    with pytest.raises(UserError, match=f"compute_metrics = 'figures_{job}:rihgt': no rihgt in .*did you mean right"):
+        text_trainer(_config(folder, tmp_path, job, compute_metrics=f"figures_{job}:rihgt"))

@@ -17,7 +17,7 @@ from d9d_loop.config.config_source import validate_config
 from d9d_loop.section import Section
 
 _MISSING = object()
-_IMPORT_PATH = r"^\w+(\.\w+)*:\w+(\.\w+)*$"
+IMPORT_PATH = r"^\w+(\.\w+)*:\w+(\.\w+)*$"
 
 
 class Component(Section):
@@ -30,14 +30,14 @@ class Component(Section):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     use: str = Field(
-        pattern=_IMPORT_PATH,
+        pattern=IMPORT_PATH,
         description="Class or function to call, as package.module:name; the other keys are its arguments.",
     )
 
     @field_validator("use", mode="before")
     @classmethod
     def _check_import_path(cls, value: Any) -> Any:
-        if isinstance(value, str) and not re.match(_IMPORT_PATH, value):
+        if isinstance(value, str) and not re.match(IMPORT_PATH, value):
             raise UserError(f"got {value!r}; expected package.module:name, such as my_project.models:Decoder")
         return value
 
@@ -51,29 +51,8 @@ class Component(Section):
             UserError: If `use` cannot be imported or is not callable, or the arguments do not match its signature and
                 annotations.
         """
-        factory = self._import(key)
+        factory = import_function(self.use, f"{key}.use")
         return factory(**self._arguments(factory, key))
-
-    def _import(self, key: str) -> Callable[..., Any]:
-        module_name, _, path = self.use.partition(":")
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module exists, but one of its own imports is missing
-            raise UserError(
-                f"{key}.use = {self.use!r}: no module named {error.name}. Install it, or start the job in the "
-                "folder that contains it."
-            ) from None
-        for name in path.split("."):
-            if getattr(found, name, _MISSING) is _MISSING:
-                close = get_close_matches(name, dir(found), n=1)
-                hint = f"; did you mean {close[0]}?" if close else "."
-                raise UserError(f"{key}.use = {self.use!r}: no {name} in {module_name}{hint}")
-            found = getattr(found, name)
-        if not callable(found):
-            raise UserError(f"{key}.use = {self.use!r} is {type(found).__name__}; expected a class or a function.")
-        return found
 
     def _arguments(self, factory: Callable[..., Any], key: str) -> dict[str, Any]:
         given: Mapping[str, Any] = self.model_extra or {}
@@ -95,6 +74,33 @@ class Component(Section):
             else _as_default(value, _type_of_default(signature, name))
             for name, value in given.items()
         }
+
+
+def import_function(use: str, key: str) -> Callable[..., Any]:
+    """Return the class or function that a configuration key names, as package.module:name.
+
+    Raises:
+        UserError: If it cannot be imported or is not callable.
+    """
+    module_name, _, path = use.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but one of its own imports is missing
+        raise UserError(
+            f"{key} = {use!r}: no module named {error.name}. Install it, or start the job in the folder that contains "
+            "it."
+        ) from None
+    for name in path.split("."):
+        if getattr(found, name, _MISSING) is _MISSING:
+            close = get_close_matches(name, dir(found), n=1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            raise UserError(f"{key} = {use!r}: no {name} in {module_name}{hint}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise UserError(f"{key} = {use!r} is {type(found).__name__}; expected a class or a function.")
+    return found
 
 
 def _type_of_default(signature: inspect.Signature, name: str) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from d9d_loop.config.component import Component
+from d9d_loop.config.component import IMPORT_PATH, Component
 from d9d_loop.config.config_source import split_words
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.config.trainer_config import JobConfig, TrainerConfig
@@ -36,6 +36,11 @@ class PlanConfig(Section):
 class JobFileConfig(TrainerConfig):
     """Configuration of a training job that `d9d-train` reads from a file."""
 
+    compute_metrics: str | None = Field(
+        default=None,
+        pattern=IMPORT_PATH,
+        description="Function of all predictions of an evaluation that returns more values, as package.module:name.",
+    )
     plan: PlanConfig = PlanConfig()
 
 

@@ -1,11 +1,11 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 from torch import nn
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, UserError
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.evaluation_pass import SubsetStream, plan_pass
@@ -14,6 +14,7 @@ from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.isolation import evaluation_mode, seed_generators
+from d9d_loop.job.predictions import ComputeMetrics, Predictions
 from d9d_loop.task import Task, measured_loss
 from d9d_metrics import WeightedMean, compute_metrics
 from d9d_pipeline import Inputs
@@ -29,6 +30,7 @@ class Evaluator:
             uses all samples of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
         seed: Seed of the random numbers that the dataset, `collate`, the task and the model draw.
+        compute: Function of all predictions of the task that returns more values; `None` for none.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Evaluator:
         batch_size: int,
         ctx: DistributedContext,
         seed: int = 0,
+        compute: ComputeMetrics | None = None,
     ) -> None:
-        self._seed, self._task, self._ctx = seed, task, ctx
+        self._seed, self._task, self._ctx, self._compute = seed, task, ctx, compute
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         if not isinstance(samples, SampleStream):
             samples, num_samples = SubsetStream(samples, num_samples), None
@@ -77,12 +80,25 @@ class Evaluator:
             seed_generators(self._seed, "evaluation input", next(positions), device=True)
             return self._pipeline.inputs_of(self._task, batch)
 
+        predictions = Predictions(self._task, self._ctx, has_outputs=self._pipeline.has_last_stage)
+
         def take(outputs: Any, index: int, batch: Any) -> None:
-            if index < self._num_real:
+            is_padding = index >= self._num_real
+            if self._compute is not None:
+                predictions.add(outputs, batch, is_padding=is_padding)
+            if not is_padding:
                 seed_generators(self._seed, "evaluation loss", self._jobs[index].position, device=True)
                 loss = measured_loss(self._task, metrics, outputs, batch)
                 mean_loss.update(loss.total, loss.weight)
 
-        with evaluation_mode(self._pipeline.model), closing(batches):
-            self._pipeline.forward(batches, len(self._jobs), inputs=inputs, on_output=take)
-        return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))
+        with ExitStack() if self._compute is None else predictions:
+            with evaluation_mode(self._pipeline.model), closing(batches):
+                self._pipeline.forward(batches, len(self._jobs), inputs=inputs, on_output=take)
+            values = compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))
+            computed = {} if self._compute is None else predictions.compute(self._compute)
+        if taken := sorted(values.keys() & computed.keys()):
+            raise UserError(
+                f"compute_metrics returned {', '.join(taken)}, which the evaluation measures itself; expected other "
+                "names. Rename the values."
+            )
+        return {**values, **computed}

@@ -176,4 +176,5 @@ def _build_evaluator(plan: JobPlan, engine: Engine) -> Evaluator | None:
         batch_size=plan.microbatch_size,
         ctx=engine.ctx,
         seed=plan.config.seed,
+        compute=plan.compute_metrics,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -134,8 +135,30 @@ def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
     return total // dp_size if size is None else size
 
 
-def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
-    """Raise `UserError` if a retention option has no effect, or `best_by` is not a value of the evaluation."""
+def check_predictions(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
+    """Raise `UserError` if a function of all predictions has no predictions, or cannot gather them."""
+    if not evaluates:
+        raise UserError(
+            "got compute_metrics without evaluation data; expected some. Pass evaluation_data, or remove it."
+        )
+    kind: Any = type(task)
+    if kind.predictions is Task.predictions:
+        raise UserError(
+            f"got compute_metrics, but {kind.__name__} has no predictions; expected a method predictions(outputs, "
+            'batch) that returns tensors by name, such as {"logits": outputs, "labels": batch["labels"]}.'
+        )
+    if config.mesh.context_parallel_shard * config.mesh.context_parallel_replicate > 1:
+        raise UserError(
+            "got compute_metrics under context parallelism, where a rank has a part of each sample; expected whole "
+            "samples. Set the context-parallel degrees to 1, or measure a metric of the task."
+        )
+
+
+def check_retention(config: TrainerConfig, task: Task | None, *, evaluates: bool) -> None:
+    """Raise `UserError` if a retention option has no effect, or `best_by` is not a value of the evaluation.
+
+    `task` is `None` if the names of the values are known only after an evaluation.
+    """
     checkpoint = config.checkpoint
     _check_watched(config, task, evaluates=evaluates)
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
@@ -169,7 +192,7 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
         )
 
 
-def _check_watched(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
+def _check_watched(config: TrainerConfig, task: Task | None, *, evaluates: bool) -> None:
     """Raise `UserError` if early stopping or a plateau watches a value that is not measured."""
     for key in ("early_stopping", "plateau"):
         watched = getattr(config, key)
@@ -180,13 +203,28 @@ def _check_watched(config: TrainerConfig, task: Task, *, evaluates: bool) -> Non
             )
 
 
-def _unmeasured(name: str, task: Task, *, evaluates: bool) -> str | None:
+def _unmeasured(name: str, task: Task | None, *, evaluates: bool) -> str | None:
     """Return what is measured instead if evaluations do not measure a value of this name, else `None`."""
     if not evaluates:
         return "there are no evaluation data"
+    if task is None:
+        return None
     # New metrics can be computed without data, which yields the names of their values.
     names = {"loss", *compute_metrics(task.metrics(), over=None)}
     return None if name in names else f"evaluations measure {', '.join(sorted(names))}"
+
+
+def check_measured(config: TrainerConfig, values: Mapping[str, float]) -> None:
+    """Raise `UserError` if an evaluation has no value of a name that ranks checkpoints or that a reaction watches."""
+    keys = {"checkpoint.best_by": config.checkpoint.best_by} if config.checkpoint.keep_best else {}
+    watched = {"early_stopping": config.early_stopping, "plateau": config.plateau}
+    keys |= {f"{key}.by": each.by for key, each in watched.items() if each is not None}
+    for key, name in keys.items():
+        if name not in values:
+            raise UserError(
+                f"{key} = {name!r}, but evaluations measure {', '.join(sorted(values))}; expected one of these. Change "
+                f"--{key}, or return {name!r} from compute_metrics."
+            )
 
 
 def checkpoint_folder(config: TrainerConfig) -> str | Path:

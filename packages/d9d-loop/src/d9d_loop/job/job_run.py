@@ -26,6 +26,7 @@ from d9d_loop.events import (
 from d9d_loop.isolation import evaluation_mode, isolated_random
 from d9d_loop.job.garbage import garbage_collection
 from d9d_loop.job.job import Job
+from d9d_loop.job.job_check import check_measured
 from d9d_loop.job.reactions import react
 from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
@@ -221,6 +222,7 @@ def _evaluate_if_due(job: Job) -> None:
     job.events.emit(EvaluationStarted(record.step))
     with job.reports.not_training(), job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         record.evaluation, record.evaluated = job.evaluate(), record.step
+        check_measured(job.plan.config, record.evaluation)
         job.reports.evaluation()
         # A copy, so that a handler cannot change the record.
         values, forward = dict(record.evaluation), job.engine.pipeline.callable()

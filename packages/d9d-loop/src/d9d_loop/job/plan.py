@@ -25,6 +25,7 @@ from d9d_loop.job.job_check import (
     check_learning_rates,
     check_metric_names,
     check_num_samples,
+    check_predictions,
     check_retention,
     check_schedule,
     check_trainable,
@@ -32,6 +33,7 @@ from d9d_loop.job.job_check import (
     microbatch_size_of,
     rest_of_epoch,
 )
+from d9d_loop.job.predictions import ComputeMetrics
 from d9d_loop.job.resume_check import (
     Progress,
     check_checkpoint,
@@ -63,6 +65,7 @@ class JobPlan:
 
     Attributes:
         resolved: The configuration as JSON.
+        compute_metrics: Function of all predictions of an evaluation; `None` for none.
         steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
         lr_schedule: Function of the step that returns the learning rate relative to the peak.
@@ -88,6 +91,7 @@ class JobPlan:
     model: ModelPlan
     task: Task
     data: DataProvider
+    compute_metrics: ComputeMetrics | None
     optimizer: OptimizerProvider
     lr_schedule: LrSchedule
     build_lr_schedule: Callable[[int], LrSchedule]
@@ -135,6 +139,7 @@ def plan_job(
     model: ModelProvider,
     data: DataProvider,
     task: Task,
+    compute_metrics: ComputeMetrics | None = None,
     optimizer: OptimizerProvider | None = None,
     lr_schedule: LrSchedule | None = None,
     pipeline_schedule: Schedule | None = None,
@@ -157,7 +162,11 @@ def plan_job(
     if config.checkpoint.folder is not None and "://" not in config.checkpoint.folder:
         check_writable(Path(config.checkpoint.folder), section="checkpoint")
     info = find_checkpoint(config)
-    stream, evaluation_data = _plan_data(config, data, task)
+    stream, evaluation_data = _plan_data(config, data)
+    evaluates = evaluation_data is not None
+    if compute_metrics is not None:
+        check_predictions(config, task, evaluates=evaluates)
+    check_retention(config, None if compute_metrics is not None else task, evaluates=evaluates)
     data_identity, evaluation_identity = (
         _identity_function(each, config, what=f"the {what} data")
         for each, what in ((stream, "training"), (evaluation_data, "evaluation"))
@@ -211,6 +220,7 @@ def plan_job(
         model=layout,
         task=task,
         data=data,
+        compute_metrics=compute_metrics,
         optimizer=build_optimizer,
         lr_schedule=factor,
         build_lr_schedule=build_lr_schedule,
@@ -252,15 +262,12 @@ def _plan_schedule(config: TrainerConfig, mesh: MeshConfig, model: ModelProvider
     return schedule
 
 
-def _plan_data(
-    config: TrainerConfig, data: DataProvider, task: Task
-) -> tuple[SampleStream, Samples | SampleStream | None]:
+def _plan_data(config: TrainerConfig, data: DataProvider) -> tuple[SampleStream, Samples | SampleStream | None]:
     """Check the data; return the training samples and the evaluation data."""
     check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
     check_evaluation(config, evaluates=evaluation_data is not None)
     if evaluation_data is not None:
         check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
-    check_retention(config, task, evaluates=evaluation_data is not None)
     check_local_tiers(config.checkpoint, section="checkpoint", every=config.checkpoint.every)
     return stream, evaluation_data

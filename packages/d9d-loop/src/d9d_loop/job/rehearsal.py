@@ -30,6 +30,7 @@ from d9d_loop.data.sample_reader import describe_none
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.plan import JobPlan
+from d9d_loop.job.predictions import checked_predictions
 from d9d_loop.job.sum_check import check_sum
 from d9d_loop.task import Loss, Task, to_inputs
 from d9d_loop.user_frames import describe_frames, user_frames
@@ -173,6 +174,8 @@ class _Rehearsal:
             f"{self._name}.update_metrics",
             lambda: self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss),
         )
+        if self._plan.compute_metrics is not None and not torch.is_grad_enabled():
+            _call(f"{self._name}.predictions", checked_predictions, self._task, outputs, batch)
         for name, metric in metrics.items():
             value = _call(f"compute() of the metric {name}", metric.compute)
             dict(named_tensors({name: value}))

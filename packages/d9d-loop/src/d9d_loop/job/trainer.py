@@ -30,6 +30,7 @@ from d9d_pipeline import Schedule
 
 if TYPE_CHECKING:
     from d9d_loop.job.plan import JobPlan
+    from d9d_loop.job.predictions import ComputeMetrics
 
 
 class Trainer:
@@ -48,6 +49,8 @@ class Trainer:
         evaluation_data: Held-out samples, or a finite stream of them, if `data` is a dataset. `None` disables
             evaluation.
         collate: Function that builds a batch from a list of samples, if `data` is a dataset.
+        compute_metrics: Function of all predictions of an evaluation (`Task.predictions`), numpy arrays by name, that
+            returns more values by name. It runs on one rank.
         optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
         lr_schedule: Function of the step, counted from 0, that returns the learning rate relative to the peak; by
             default the schedule of the configuration.
@@ -67,12 +70,13 @@ class Trainer:
         task: Task,
         evaluation_data: Samples | SampleStream | None = None,
         collate: Collate | None = None,
+        compute_metrics: "ComputeMetrics | None" = None,
         optimizer: OptimizerProvider | None = None,
         lr_schedule: LrSchedule | None = None,
         pipeline_schedule: Schedule | None = None,
     ) -> None:
         _check_types(config, task)
-        _check_functions(collate=collate, optimizer=optimizer, lr_schedule=lr_schedule)
+        _check_functions(collate=collate, compute_metrics=compute_metrics, optimizer=optimizer, lr_schedule=lr_schedule)
         if not isinstance(pipeline_schedule, Schedule | None):
             raise UserError(
                 f"got {pipeline_schedule!r} as pipeline_schedule; expected a schedule of d9d_pipeline, such as "
@@ -87,6 +91,7 @@ class Trainer:
             model=model_provider(model),
             data=_data_provider(config, data, evaluation_data, collate),
             task=task,
+            compute_metrics=compute_metrics,
             optimizer=optimizer,
             lr_schedule=lr_schedule,
             pipeline_schedule=pipeline_schedule,
@@ -177,7 +182,12 @@ def _check_types(config: object, task: object) -> None:
 
 def _check_functions(**functions: object) -> None:
     """Raise `UserError` for an argument that is an object, such as an optimizer, and no function."""
-    arguments = {"collate": "a list of samples", "optimizer": "the model", "lr_schedule": "the step"}
+    arguments = {
+        "collate": "a list of samples",
+        "compute_metrics": "the predictions",
+        "optimizer": "the model",
+        "lr_schedule": "the step",
+    }
     for name, function in functions.items():
         if function is None:
             continue

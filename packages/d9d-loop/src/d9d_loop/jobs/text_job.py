@@ -5,6 +5,7 @@ from typing import assert_never
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
+from d9d_loop.config.component import import_function
 from d9d_loop.data import DataProvider
 from d9d_loop.events import ConfigReady, Finished
 from d9d_loop.job.trainer import Trainer
@@ -37,7 +38,14 @@ def text_trainer(config: TextJobConfig) -> Trainer:
     notes: list[str] = []
     data, task, model = _parts(config, notes.append)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
-    trainer = Trainer(config, model=adapted or model, data=data, task=task)
+    compute = config.compute_metrics
+    trainer = Trainer(
+        config,
+        model=adapted or model,
+        data=data,
+        task=task,
+        compute_metrics=None if compute is None else import_function(compute, "compute_metrics"),
+    )
     source = config.initial_weights or model.initial_weights
     trainer.events.on(ConfigReady, lambda ready: _print(notes, ready))
     if adapted is not None and config.export:

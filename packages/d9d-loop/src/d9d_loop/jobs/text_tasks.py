@@ -49,6 +49,11 @@ class NextToken(Task):
             total = total + self._router_loss * weight * outputs.aux_loss
         return Loss(total, weight=weight)
 
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the most probable token at each label, and the labels, without ignored ones."""
+        is_label = batch["labels"] != IGNORED_LABEL
+        return {"predictions": outputs.logits.argmax(-1)[is_label], "labels": batch["labels"][is_label]}
+
 
 @final
 class Classify(Task):
@@ -77,6 +82,10 @@ class Classify(Task):
         """Add the predictions of a microbatch."""
         is_right = outputs.logits.detach().argmax(-1) == batch["labels"]
         metrics["accuracy"].update(is_right.sum(), torch.tensor(float(len(is_right))))
+
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the logits and labels of the samples."""
+        return {"logits": outputs.logits, "labels": batch["labels"]}
 
 
 Pooling: TypeAlias = Literal["mean", "last", "first"]
