@@ -1,6 +1,7 @@
 """Checks of a job's configuration, data and folders, before a process group starts."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from d9d_dist import MeshConfig, UserError
+from d9d_dist.install_hint import install_hint
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
@@ -140,6 +142,11 @@ def check_predictions(config: TrainerConfig, task: Task, *, evaluates: bool) -> 
     if not evaluates:
         raise UserError(
             "got compute_metrics without evaluation data; expected some. Pass evaluation_data, or remove it."
+        )
+    if find_spec("numpy") is None:
+        raise UserError(
+            "compute_metrics gets arrays of the package numpy, which is not installed. Install it: "
+            f"{install_hint('d9d-loop', 'numpy')}"
         )
     kind: Any = type(task)
     if kind.predictions is Task.predictions:
