@@ -43,7 +43,7 @@ def test_documents_of_one_token_are_skipped(tmp_path: Path) -> None:
 
 def test_data_with_only_documents_of_one_token_are_refused(tmp_path: Path) -> None:
     file = write_tokens(tmp_path / "tokens", [[1], [2]])
-    with pytest.raises(UserError, match="all 2 documents have one token, so there is nothing to predict"):
+    with pytest.raises(UserError, match="all 2 documents have fewer than two tokens, so there is nothing to predict"):
         DocumentStream(file, max_length=4, seed=0)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from d9d_dist import UserError
-from d9d_loop.data import TextFiles, TokenFile, is_held_out, tokenize_text, train_tokenizer
+from d9d_loop.data import TextFiles, TokenFile, is_held_out, open_tokens, tokenize_text, train_tokenizer
 from d9d_loop.data.__main__ import main
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, which is optional")
@@ -86,6 +86,25 @@ def test_the_command_without_a_held_out_part(
     main([str(tmp_path / "texts"), "--pattern=*.txt", f"--output={tmp_path / 't'}", f"--tokenizer={tokenizer}"])
     line = json.loads(capsys.readouterr().out)
     assert line["documents"] == len(TokenFile(tmp_path / "t")) == 15
+
+
+def test_the_command_writes_the_formats_of_other_programs(tmp_path: Path, tokenizer: Path) -> None:
+    _write_texts(tmp_path)
+    common = [str(tmp_path / "texts"), f"--tokenizer={tokenizer}"]
+    main([*common, f"--output={tmp_path / 'd9d'}"])
+    own = TokenFile(tmp_path / "d9d")
+    for name, count in (("megatron", len(own)), ("llm.c", 1), ("nanogpt", 1)):
+        main([*common, f"--output={tmp_path / 'new' / name}", f"--output-format={name}"])
+        file = open_tokens(tmp_path / "new" / f"{name}.bin")
+        assert len(file) == count
+        assert file.tokens(0, file.num_tokens or 0).tolist() == own.tokens(0, own.num_tokens).tolist()
+    assert {each.name for each in (tmp_path / "new").iterdir()} == {
+        *("megatron.bin", "megatron.idx", "llm.c.bin", "nanogpt.bin"),
+    }
+    with pytest.raises(UserError, match="megatron.bin already exists; expected a new file"):
+        main([*common, f"--output={tmp_path / 'new' / 'megatron'}", "--output-format=megatron"])
+    with pytest.raises(UserError, match="--output-format with --chat; expected it only without --chat"):
+        main([*common, "--chat", f"--output={tmp_path / 'c'}", "--output-format=megatron"])
 
 
 def test_missing_texts_are_reported(tmp_path: Path) -> None:

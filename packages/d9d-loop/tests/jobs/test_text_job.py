@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from array import array
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from d9d_dist import UserError, read_launch
 from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
-from d9d_loop.data import read_chat_tokenizer, read_conversation, tokenize_chats, tokenize_text
+from d9d_loop.data import read_chat_tokenizer, read_conversation, tokenize_chats, tokenize_text, write_tokens
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows, labeled_rows, packed_texts, text_tokenizer, text_windows
 from d9d_loop.jobs.text_groups import text_groups
@@ -646,7 +647,7 @@ def test_a_token_file_is_of_the_models_tokenizer_and_is_not_split(folder: Path, 
 
     windows, _ = opened("tokens", dataset={"evaluation_files": [folder / FILES["pretrain"]]})
     assert len(windows.evaluation()) > 0
-    with pytest.raises(UserError, match=r"dataset.held_out = 0.2, but .*tokens is a token file, which is not split"):
+    with pytest.raises(UserError, match=r"dataset.held_out = 0.2, but .*tokens has tokens, which are not split"):
         opened("tokens", dataset={"held_out": 0.2})
     message = r"dataset.files: .* was written with another tokenizer; expected that of the job"
     with pytest.raises(UserError, match=message):
@@ -662,6 +663,39 @@ def test_a_token_file_is_of_the_models_tokenizer_and_is_not_split(folder: Path, 
     with pytest.raises(UserError, match=r"was written with --end-token '<\|user\|>'; expected the same one"):
         opened("ended", dataset={"end_token": "<|end|>"})
     opened("ended", dataset={"end_token": "<|user|>"})
+
+
+def test_tokens_of_other_programs_are_recognised_by_their_contents(folder: Path, tmp_path: Path) -> None:
+    texts, tokenizer = [f"{n} plus {n}. " * 9 for n in range(9)], folder / "model" / "tokenizer.json"
+    file = tokenize_text(texts, tmp_path / "tokens", tokenizer=tokenizer)
+    for to in ("megatron", "llm.c", "nanogpt"):
+        write_tokens(file, tmp_path / to, to)
+
+    def config(*files: str, **more: Any) -> TextJobConfig:
+        data = {"files": [tmp_path / name for name in files], "length": 16, **more}
+        return _config(folder, tmp_path / "runs", "pretrain", dataset=data)
+
+    def rows(provider: Any) -> list[Any]:
+        samples = provider.training(seed=0)
+        entries = samples.cursor().take(12)
+        return [samples.read(entry)["input_ids"].tolist() for entry in entries]
+
+    expected = rows(text_windows(config("tokens")))
+    for path in ("megatron", "megatron.bin", "megatron.idx", "llm.c.bin", "nanogpt.bin"):
+        assert rows(text_windows(config(path))) == expected
+    assert rows(packed_texts(config("megatron"))) == rows(packed_texts(config("tokens")))
+    shards = text_windows(config("llm.c.bin", "llm.c.bin", evaluation_files=[tmp_path / "megatron"]))
+    assert shards.num_samples == (2 * file.manifest.num_tokens - 1) // 16
+    with pytest.raises(UserError, match="has no document boundaries, so its documents cannot be packed"):
+        packed_texts(config("nanogpt.bin")).training(seed=0)
+    with pytest.raises(UserError, match=r"dataset.files: got tokens of several formats \(.*expected one format"):
+        text_windows(config("megatron", "nanogpt.bin"))
+    (other := tmp_path / "other" / "nanogpt.bin").parent.mkdir()
+    other.write_bytes(array("H", range(260)).tobytes())
+    with pytest.raises(UserError, match=r"dataset.files: .*nanogpt.bin has the tokens 0 to 259; expected 0 to 258, the vocab"):
+        text_windows(_config(folder, tmp_path, "pretrain", dataset={"files": [other]}))
+    with pytest.raises(UserError, match=r"job = sft: the token file has no loss masks"):
+        chat_rows(_config(folder, tmp_path, "sft", dataset={"files": [tmp_path / "megatron"]}))
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from d9d_loop.data.token_file import TokenManifest as TokenManifest
     from d9d_loop.data.token_file_writer import TokenFileWriter as TokenFileWriter
     from d9d_loop.data.token_file_writer import cached_token_file as cached_token_file
+    from d9d_loop.data.token_formats import open_tokens as open_tokens
+    from d9d_loop.data.token_formats import write_tokens as write_tokens
     from d9d_loop.data_error import DataError as DataError
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -7,6 +7,7 @@ python -m d9d_loop.data chats.jsonl --chat --output tokens --tokenizer Qwen3-0.6
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from d9d_loop.data import TextFiles, TokenFile
     from d9d_loop.data.sample_files import DataFiles
 
-_OF_TEXTS = ("train_vocab_size", "pattern", "field", "end_token")
+_OF_TEXTS = ("train_vocab_size", "pattern", "field", "end_token", "output_format")
 _OF_CHATS = ("max_length", "date", "too_long", "labels", "text_pairs", "show")
 
 
@@ -44,6 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pattern", default="**/*.txt", help="glob pattern of files in a folder; default: %(default)s")
     parser.add_argument(
         "--field", default="text", help="field of a sample that contains the text; default: %(default)s"
+    )
+    parser.add_argument(
+        "--output-format",
+        choices=("d9d", "megatron", "llm.c", "nanogpt"),
+        default="d9d",
+        help="a folder OUTPUT of d9d; OUTPUT.bin and OUTPUT.idx of Megatron-LM; or OUTPUT.bin of llm.c or nanoGPT; "
+        "default: %(default)s",
     )
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--end-token", help="token that ends each document, such as <|endoftext|>; default: none")
@@ -114,8 +122,20 @@ def _tokenize_texts(options: argparse.Namespace, folders: Mapping[Path, bool]) -
         _train(documents, options.tokenizer, vocab_size=options.train_vocab_size, end_token=options.end_token)
     for folder, wanted in folders.items():
         chosen = (text for text in documents if data.is_held_out(text, options.held_out) == wanted)
-        file = data.tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
-        _report(folder, file)
+        if options.output_format == "d9d":
+            file = data.tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
+            _report(folder, file)
+            continue
+        for path in (folder.with_name(f"{folder.name}{suffix}") for suffix in (".bin", ".idx")):
+            if path.exists():
+                raise UserError(f"{path} already exists; expected a new file. Remove it, or choose another --output.")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokens-") as temporary:
+            file = data.tokenize_text(
+                chosen, Path(temporary, "tokens"), tokenizer=options.tokenizer, end_token=options.end_token
+            )
+            data.write_tokens(file, folder, options.output_format)
+            _report(folder, file)
 
 
 def _tokenize_chats(options: argparse.Namespace, folders: Mapping[Path, bool]) -> None:

@@ -14,7 +14,7 @@ from d9d_loop.data.document import Document, cut
 from d9d_loop.data.indexed_stream import OrderCursor, end_of_epochs
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
-from d9d_loop.data.token_file import TokenFile
+from d9d_loop.data.stored_tokens import TokenDocuments
 from d9d_loop.data.windowed_stream import WindowedStream
 
 _MOST_AHEAD = 64
@@ -23,7 +23,7 @@ _MOST_AHEAD = 64
 
 @final
 class DocumentStream(SampleStream):
-    """Stream over the documents of a token file, epoch by epoch.
+    """Stream over the documents of a token file, or of `open_tokens`, epoch by epoch.
 
     An entry is (document, first token, last token), both tokens inclusive; only these tokens are read.
 
@@ -33,17 +33,22 @@ class DocumentStream(SampleStream):
         epochs: Number of epochs; None repeats them without end.
 
     Raises:
-        UserError: If `max_length` or `epochs` is below 1, or every document has only one token.
+        UserError: If `max_length` or `epochs` is below 1, the file stores no document boundaries, or
+            every document has fewer than two tokens.
     """
 
     def __init__(
-        self, file: TokenFile, *, max_length: int, seed: int, shuffle: bool = True, epochs: int | None = None
+        self, file: TokenDocuments, *, max_length: int, seed: int, shuffle: bool = True, epochs: int | None = None
     ) -> None:
         _check_max_length(max_length)
-        manifest = file.manifest
-        if manifest.num_tokens == manifest.num_documents:  # no document is empty, so each has one token
+        if not file.has_documents:
             raise UserError(
-                f"all {manifest.num_documents} documents have one token, so there is nothing to predict; expected "
+                "the file has no document boundaries, so its documents cannot be packed; expected a format that has "
+                "them. Read windows across documents: TokenWindows, or dataset.packing = false."
+            )
+        if all(stop - start < 2 for start, stop in map(file.bounds, range(len(file)))):
+            raise UserError(
+                f"all {len(file)} documents have fewer than two tokens, so there is nothing to predict; expected "
                 "longer documents. Check how the token file was written."
             )
         self._file, self._max_length = file, max_length

@@ -14,7 +14,7 @@ from d9d_dist import UserError
 from d9d_loop.data.document import Document, cut, documents_of
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.shuffled_stream import shuffled
-from d9d_loop.data.token_file import TokenFile
+from d9d_loop.data.stored_tokens import TokenDocuments
 from d9d_loop.data.windowed_stream import WindowedStream
 
 IGNORED_LABEL = -100
@@ -163,21 +163,27 @@ class TokenWindows:
         length: Window length L, in positions.
 
     Raises:
-        UserError: If the token file is too short for one window or has loss masks, or `length` is below 1.
+        UserError: If the token file is too short for one window, has loss masks, or stores each document apart, or
+            `length` is below 1.
     """
 
-    def __init__(self, file: TokenFile, *, length: int) -> None:
+    def __init__(self, file: TokenDocuments, *, length: int) -> None:
         if file.has_masks:
             raise UserError("the token file has loss masks, which TokenWindows would ignore; use PackedSamples.")
-        if not 1 <= length < file.manifest.num_tokens:
+        if file.num_tokens is None:
             raise UserError(
-                f"length = {length}, and the file has {file.manifest.num_tokens} tokens; expected at least 1, and less "
+                "the format stores each document apart, so there are no windows across documents; expected documents "
+                "that are packed. Read them with DocumentStream, or dataset.packing = true."
+            )
+        if not 1 <= length < file.num_tokens:
+            raise UserError(
+                f"length = {length}, and the file has {file.num_tokens} tokens; expected at least 1, and less "
                 "than the number of tokens."
             )
-        self._file, self._length = file, length
+        self._file, self._length, self._num_windows = file, length, (file.num_tokens - 1) // length
 
     def __len__(self) -> int:
-        return (self._file.manifest.num_tokens - 1) // self._length
+        return self._num_windows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
@@ -200,7 +206,7 @@ class PackedSamples:
         UserError: If `row_length` is below 1, or no document has two tokens.
     """
 
-    def __init__(self, file: TokenFile, *, row_length: int, pad_token: int = 0) -> None:
+    def __init__(self, file: TokenDocuments, *, row_length: int, pad_token: int = 0) -> None:
         if row_length < 1:
             raise UserError(f"row_length = {row_length}; expected at least 1.")
         parts: list[tuple[int, int]] = []

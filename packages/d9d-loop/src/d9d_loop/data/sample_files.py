@@ -35,6 +35,7 @@ _REMEDIES = {
     ".xz": "Decompress it: unxz",
     ".zip": "Decompress it: unzip",
     ".tsv": "Convert it to .csv or .jsonl",
+    **dict.fromkeys((".bin", ".idx"), "If it has tokens, only job = pretrain reads them"),
     ".arrow": "Name the folder of save_to_disk that contains it, or convert it to .parquet",
     **dict.fromkeys((".ndjson", ".jsonlines", ".jl"), "If its lines are JSON objects, rename it to .jsonl"),
 }
@@ -200,10 +201,8 @@ def _folder_kind(folder: Path, *, key: str) -> FileKind:
         )
     if is_saved_dataset(folder):
         return "saved dataset"
-    if (folder / "manifest.json").is_file():
-        raise UserError(
-            f"{key}: {folder} is a token file; expected samples with text. Only job = pretrain reads a token file."
-        )
+    if any((folder / name).is_file() for name in ("manifest.json", "index.json")):
+        raise UserError(f"{key}: {folder} has tokens; expected samples with text. Only job = pretrain reads tokens.")
     raise UserError(
         f"{key}: {folder} is a folder without state.json; expected a folder of datasets.save_to_disk, or files. List "
         "the files of the folder."

@@ -9,6 +9,7 @@ has the token dtype, the counts, and the sizes and digests of the other files. N
 import hashlib
 import mmap
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, final
 
@@ -19,12 +20,12 @@ from torch import Tensor
 from d9d_dist import UserError
 from d9d_dist.errors import may_pass
 from d9d_loop.data.document import Document
+from d9d_loop.data.stored_tokens import TORCH_DTYPES, TokenArray
 
 TokenDtype = Literal["uint16", "uint32"]
 """Storage dtype of tokens: uint16 for vocabularies of up to 65,536 tokens, else uint32."""
 
 MANIFEST, TOKENS, DOCUMENTS, MASKS = "manifest.json", "tokens.bin", "documents.bin", "masks.bin"
-TORCH_DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _OFFSET_BYTES = 8
 _BOUNDS = struct.Struct("<2q")
 
@@ -67,6 +68,8 @@ class TokenManifest(_Strict):
 class TokenFile:
     """Map-style dataset of the documents in a folder that `TokenFileWriter` wrote. A sample is `{"tokens": ...}`.
 
+    Implements `TokenDocuments`.
+
     The constructor reads only the manifest and the file sizes. Instances can be pickled: the receiving process opens
     the files itself.
 
@@ -80,9 +83,22 @@ class TokenFile:
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self.manifest = _read_manifest(self._folder)
-        self._tokens, self._offsets = (self._map(name) for name in (TOKENS, DOCUMENTS))
+        tokens, self._offsets = (self._map(name) for name in (TOKENS, DOCUMENTS))
+        self._tokens = TokenArray(tokens, self.manifest.dtype, 0, len(tokens))
         self.has_masks = MASKS in self.manifest.files
         self._masks = self._map(MASKS) if self.has_masks else None
+
+    has_documents = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all documents."""
+        return self.manifest.num_tokens
+
+    @property
+    def about(self) -> Mapping[str, JsonValue]:
+        """Metadata from the writer, as in the manifest."""
+        return self.manifest.about
 
     def __len__(self) -> int:
         return self.manifest.num_documents
@@ -109,12 +125,7 @@ class TokenFile:
     def tokens(self, start: int, stop: int) -> Tensor:
         """Return a copy of the tokens [start, stop), possibly across documents, as int64 [stop - start]."""
         assert 0 <= start <= stop <= self.manifest.num_tokens
-        if start == stop:
-            return torch.empty(0, dtype=torch.int64)
-        each = self.manifest.token_bytes
-        # Copy the bytes, because torch.frombuffer warns about read-only memory such as this mapping.
-        raw = bytearray(memoryview(self._tokens)[start * each : stop * each])
-        return torch.frombuffer(raw, dtype=TORCH_DTYPES[self.manifest.dtype]).long()
+        return self._tokens.read(start, stop)
 
     def contents_digest(self) -> JsonValue:
         """Return the digests of the files, as in the manifest."""

@@ -73,7 +73,7 @@ class TextDataConfig(Section):
 
     files: tuple[Path, ...] = Field(
         description="Files of one format: .jsonl, .json, .parquet, .csv or .txt; folders of `datasets.save_to_disk`; "
-        "or a token file."
+        "or tokens: a token file, or those of Megatron-LM, nanoGPT, llm.c, MosaicML, litdata or datasets."
     )
     evaluation_files: tuple[Path, ...] = Field(default=(), description="Files for evaluation, in the same formats.")
     held_out: float = Field(

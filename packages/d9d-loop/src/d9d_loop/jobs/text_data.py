@@ -24,8 +24,8 @@ from d9d_loop.data import (
     PackedSamples,
     PackedStream,
     SampleStream,
-    TokenFile,
     TokenWindows,
+    open_tokens,
     pad_sequences,
     read_chat_tokenizer,
     read_conversation,
@@ -35,9 +35,11 @@ from d9d_loop.data import (
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.data.stored_tokens import TokenDocuments
 from d9d_loop.data.text_tokenizer import TextTokenizer, read_text_tokenizer
 from d9d_loop.data.text_tokens import end_token_id
 from d9d_loop.data.token_file_writer import open_or_write
+from d9d_loop.data.token_formats import token_format
 from d9d_loop.jobs.classes import Classes
 from d9d_loop.jobs.job_config import TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_files import open_checked, split_samples
@@ -126,7 +128,7 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
         raise UserError(f"dataset.length = {data.length}; expected at least 2 tokens of a conversation.")
     options: dict[str, Any] = {"max_length": data.length - 1, "too_long": data.too_long}
 
-    def tokenized(samples: Samples) -> TokenFile:
+    def tokenized(samples: Samples) -> TokenDocuments:
         digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
         for index in range(len(samples)):
             chat = read_conversation(samples[index])
@@ -149,7 +151,7 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     return dataset_of(_ChatRows(training), held_out, config, collate=partial(_pad, padding=pad))
 
 
-def _check_chats(file: TokenFile, length: int, *, key: str) -> None:
+def _check_chats(file: TokenDocuments, length: int, *, key: str) -> None:
     """Raise `UserError` if a token file is not one of conversations of at most `length` tokens."""
     if not file.has_masks:
         raise UserError("job = sft: the token file has no loss masks. Write it with d9d-tokenize --chat.")
@@ -161,8 +163,8 @@ def _check_chats(file: TokenFile, length: int, *, key: str) -> None:
         )
 
 
-def _note_cuts(file: TokenFile, length: int, note: Note) -> None:
-    about = file.manifest.about
+def _note_cuts(file: TokenDocuments, length: int, note: Note) -> None:
+    about = file.about
     if about.get("dropped", 0) != 0 or about.get("cut", 0) != 0:
         note(
             f"of {about['read']} conversations, {about['dropped']} are dropped, because they have no label within "
@@ -174,7 +176,7 @@ def _note_cuts(file: TokenFile, length: int, note: Note) -> None:
 class _ChatRows:
     """Conversations of a token file: `input_ids` [n], and `labels` [n] with -100 outside of the assistant's turns."""
 
-    def __init__(self, file: TokenFile) -> None:
+    def __init__(self, file: TokenDocuments) -> None:
         self._file = file
 
     def __len__(self) -> int:
@@ -237,7 +239,9 @@ class PackedTexts(DataProvider):
 
     draws = False
 
-    def __init__(self, config: TextJobConfig, training: TokenFile, evaluation: TokenFile | None, *, pad: int) -> None:
+    def __init__(
+        self, config: TextJobConfig, training: TokenDocuments, evaluation: TokenDocuments | None, *, pad: int
+    ) -> None:
         self._training, self._evaluation, self._pad = training, evaluation, pad
         self._length, self._shuffle, self.epochs = config.dataset.length, config.data.shuffle, config.epochs
 
@@ -254,17 +258,19 @@ class PackedTexts(DataProvider):
         return PackedSamples(self._evaluation, row_length=self._length, pad_token=self._pad)
 
 
-def _text_files(config: TextJobConfig, tokenizer: TextTokenizer, note: Note) -> tuple[TokenFile, TokenFile | None]:
+def _text_files(
+    config: TextJobConfig, tokenizer: TextTokenizer, note: Note
+) -> tuple[TokenDocuments, TokenDocuments | None]:
     """Return the token files of a pretraining job, for training and for evaluation."""
     data = config.dataset
     end = data.end_token
     end_token_id(tokenizer, end, key="dataset.end_token")
-    if end is None and not tokenizer.encode("") and not _is_token_file(data.files):
+    if end is None and not tokenizer.encode("") and not _is_tokens(data.files, data.text_field):
         note(
             "no token separates the texts, so the model does not learn where one ends. Set dataset.end_token to add it."
         )
 
-    def tokenized(samples: Samples) -> TokenFile:
+    def tokenized(samples: Samples) -> TokenDocuments:
         def texts() -> Iterator[str]:  # without empty texts, as d9d-tokenize writes them
             return filter(None, (_text(samples[index], data.text_field) for index in range(len(samples))))
 
@@ -280,44 +286,45 @@ def _text_files(config: TextJobConfig, tokenizer: TextTokenizer, note: Note) -> 
 def _token_files(
     config: TextJobConfig,
     tokenizer: TextTokenizer | ChatTokenizer,
-    tokenized: Callable[[Samples], TokenFile],
+    tokenized: Callable[[Samples], TokenDocuments],
     *,
     check: Callable[[Any], object],
-) -> tuple[TokenFile, TokenFile | None]:
+) -> tuple[TokenDocuments, TokenDocuments | None]:
     """Return the token files of a job, for training and for evaluation: as configured, or `tokenized` samples."""
     data = config.dataset
 
-    def tokens_of(paths: Sequence[Path], key: str) -> TokenFile:
-        if _is_token_file(paths):
+    def tokens_of(paths: Sequence[Path], key: str) -> TokenDocuments:
+        if _is_tokens(paths, data.text_field):
             return _open_tokens(paths, tokenizer, data.end_token, key=key)
         return tokenized(open_checked(paths, check, key=key, text_field=data.text_field))
 
     if data.evaluation_files:
         files = tokens_of(data.evaluation_files, "dataset.evaluation_files")
         return tokens_of(data.files, "dataset.files"), files
-    if not _is_token_file(data.files):
+    if not _is_tokens(data.files, data.text_field):
         training, evaluation = samples_of(config, check)
         return tokenized(training), None if evaluation is None else tokenized(evaluation)
     if data.held_out:
         raise UserError(
-            f"dataset.held_out = {data.held_out}, but {data.files[0]} is a token file, which is not split; expected a "
-            "token file for evaluation. Write both with d9d-tokenize --held-out, and set dataset.evaluation_files."
+            f"dataset.held_out = {data.held_out}, but {data.files[0]} has tokens, which are not split; expected "
+            "tokens for evaluation. Write both with d9d-tokenize --held-out, and set dataset.evaluation_files."
         )
     return tokens_of(data.files, "dataset.files"), None
 
 
-def _is_token_file(paths: Sequence[Path]) -> bool:
-    return any((path / "manifest.json").is_file() for path in paths)
+def _is_tokens(paths: Sequence[Path], text_field: str) -> bool:
+    return any(token_format(path, text_field=text_field) is not None for path in paths)
 
 
 def _open_tokens(
     paths: Sequence[Path], tokenizer: TextTokenizer | ChatTokenizer, end_token: str | None, *, key: str
-) -> TokenFile:
-    """Open a token file; raise `UserError` if its tokenizer or its end token is not that of the job."""
-    if len(paths) > 1:
-        raise UserError(f"{key} names {len(paths)} token files or more; expected one. Write one token file.")
-    file = TokenFile(paths[0])
-    written = file.manifest.about.get("end_token", end_token)
+) -> TokenDocuments:
+    """Open tokens; raise `UserError` if their tokenizer or end token is not that of the job."""
+    try:
+        file = open_tokens(paths, vocab_size=tokenizer.vocab_size)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+    written = file.about.get("end_token", end_token)
     if end_token is not None and written != end_token:
         raise UserError(
             f"dataset.end_token = {end_token!r}, but {key}: {paths[0]} was written "
@@ -325,7 +332,7 @@ def _open_tokens(
             "Remove dataset.end_token, or write the token file again."
         )
     kind = "chat_identity" if isinstance(tokenizer, ChatTokenizer) else "tokenizer_identity"
-    if file.manifest.about.get(kind, tokenizer.identity()) != tokenizer.identity():
+    if file.about.get(kind, tokenizer.identity()) != tokenizer.identity():
         raise UserError(
             f"{key}: {paths[0]} was written with another tokenizer"
             f"{' or another chat template' if isinstance(tokenizer, ChatTokenizer) else ''}; expected that of the job. "
