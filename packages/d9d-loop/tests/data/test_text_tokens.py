@@ -101,7 +101,7 @@ def test_the_command_writes_the_formats_of_other_programs(tmp_path: Path, tokeni
     assert {each.name for each in (tmp_path / "new").iterdir()} == {
         *("megatron.bin", "megatron.idx", "llm.c.bin", "nanogpt.bin"),
     }
-    with pytest.raises(UserError, match="megatron.bin already exists; expected a new file"):
+    with pytest.raises(UserError, match=r"megatron\.bin already exists; expected a new file"):
         main([*common, f"--output={tmp_path / 'new' / 'megatron'}", "--output-format=megatron"])
     with pytest.raises(UserError, match="--output-format with --chat; expected it only without --chat"):
         main([*common, "--chat", f"--output={tmp_path / 'c'}", "--output-format=megatron"])

@@ -692,7 +692,9 @@ def test_tokens_of_other_programs_are_recognised_by_their_contents(folder: Path,
         text_windows(config("megatron", "nanogpt.bin"))
     (other := tmp_path / "other" / "nanogpt.bin").parent.mkdir()
     other.write_bytes(array("H", range(260)).tobytes())
-    with pytest.raises(UserError, match=r"dataset.files: .*nanogpt.bin has the tokens 0 to 259; expected 0 to 258, the vocab"):
+    with pytest.raises(
+        UserError, match=r"dataset.files: .*nanogpt.bin has the tokens 0 to 259; expected 0 to 258, the vocab"
+    ):
         text_windows(_config(folder, tmp_path, "pretrain", dataset={"files": [other]}))
     with pytest.raises(UserError, match=r"job = sft: the token file has no loss masks"):
         chat_rows(_config(folder, tmp_path, "sft", dataset={"files": [tmp_path / "megatron"]}))
