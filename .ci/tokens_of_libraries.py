@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def megatron(folder: Path, documents: list[list[int]]) -> Read:
     for name in (*names, "d9d"):
         data = IndexedDataset(str(folder / name))
         ends = data.document_indices.tolist()
-        pairs = zip(ends[:-1], ends[1:], strict=True)
+        pairs = pairwise(ends)
         read[name] = [[int(each) for part in range(*pair) for each in data[part]] for pair in pairs]
     return read
 
