@@ -422,3 +422,28 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
     names = importlib.import_module(package).__all__
     assert len(names) <= PUBLIC_NAMES[package], "export a name from its module only, or remove a name without users"
     assert sum(PUBLIC_NAMES.values()) <= 420
+
+
+LINES = {
+    "d9d-dist": 8850,
+    "d9d-loop": 34100,
+    "d9d-metrics": 3850,
+    "d9d-modules": 9500,
+    "d9d-moe": 3100,
+    "d9d-peft": 2850,
+    "d9d-pipeline": 2850,
+    "d9d-state": 8600,
+}
+"""Budget of source lines of each package. A new feature pays by a simplification."""
+
+
+@pytest.mark.parametrize("package", LINES)
+def test_the_source_of_a_package_is_within_its_budget(package: str) -> None:
+    sources = (ROOT / "packages" / package / "src").rglob("*.py")
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources)
+    assert lines <= LINES[package], "remove a mechanism that exists twice, or code without users"
+
+
+def test_the_pages_are_within_their_budget() -> None:
+    pages = list((ROOT / "docs").glob("*.md"))
+    assert len(pages) <= 46, "merge a page, or write a section instead"

@@ -11,11 +11,13 @@ def test_the_quickstart_shows_the_example() -> None:
     assert (EXAMPLES / "sft.toml").read_text(encoding="utf-8") in page
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel", "image_classifier"])
 @pytest.mark.slow
-def test_a_classifier_on_two_ranks_has_the_losses_of_one(tmp_path: Path) -> None:
-    steps = {"run.folder": tmp_path, "steps": 4, "logging.every": 1, "evaluation.every": 4}
-    for world_size in (1, 2):
-        ended = on_ranks("image_classifier", options(steps, run__name=str(world_size)), world_size=world_size)
+def test_losses_on_two_ranks_are_those_of_one(name: str, tmp_path: Path) -> None:
+    steps = {"run.folder": tmp_path, "steps": 4, "logging.every": 1}
+    split = {"mesh.tensor_parallel": 2} if name == "tensor_parallel" else {"mesh.data_parallel_shard": 2}
+    for world_size, more in ((1, {}), (2, split)):
+        ended = on_ranks(name, options(steps, more, run__name=str(world_size)), world_size=world_size)
         assert [each.code for each in ended] == [0] * world_size, ended[0].errors
     losses = curve(tmp_path / "1", "loss")
     assert len(losses) == 4
