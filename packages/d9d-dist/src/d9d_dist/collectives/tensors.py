@@ -6,7 +6,7 @@ contiguous tensors. Supported dtypes are those of the group's backend; gloo does
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -88,31 +88,6 @@ def all_to_all(
     return received
 
 
-def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks, in rank order. Shapes may differ, dtype and number of dims must not.
-
-    Issues an all-gather of the shapes, which synchronizes the host. Then it issues an all-gather of the tensors if all
-    shapes are equal, else a broadcast of each non-empty tensor, without padding.
-
-    Raises:
-        UserError: On every rank, if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
-    """
-    shapes = _exchange_shapes(tensor, group)
-    if len(set(shapes)) == 1:
-        return list(all_gather(tensor, group, stack=True).unbind())
-    tensors = [tensor.new_empty(shape) for shape in shapes]
-    tensors[dist.get_rank(group)].copy_(tensor.detach())
-    travels = [
-        dist.broadcast(part, group=group, group_src=rank, async_op=True)
-        for rank, part in enumerate(tensors)
-        if part.numel()
-    ]
-    for work in travels:
-        assert work is not None, "an asynchronous collective returns its work"
-        work.wait()
-    return tensors
-
-
 def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[Tensor] | None:
     """Return the tensors of all ranks, in rank order, on rank `dst`; `None` on other ranks.
 
@@ -130,26 +105,6 @@ def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, d
     if not is_dst:
         return None
     return [part.view(shape) for part, shape in zip(received.split(receive_sizes), shapes, strict=True)]
-
-
-def all_reduce_scalars(
-    values: Mapping[str, Tensor | float],
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> dict[str, Tensor]:
-    """Return numbers summed (or reduced by `op`) over ranks. One all-reduce in float64; no host-device synchronization.
-
-    `values` are numbers or one-element tensors by name; other tensors raise `UserError`. Names and their order must be
-    equal on all ranks, which is not checked. The results are 0-dim float64 tensors, on the accelerator if the group has
-    a backend for it, else on the CPU.
-    """
-    if not values:
-        return {}
-    device = _compute_device(group)
-    fused = torch.stack([_scalar(name, value, device) for name, value in values.items()])
-    dist.all_reduce(fused, op=op, group=group)
-    return dict(zip(values, fused.unbind(), strict=True))
 
 
 def host_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -222,16 +177,6 @@ def _check_all_to_all(
             f"got send_sizes = {list(send_sizes)}, {sum(send_sizes)} rows in total, with a tensor of shape "
             f"{tuple(tensor.shape)}; expected {tensor.shape[0]} rows."
         )
-
-
-def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.full(
-            (), value, dtype=torch.float64, device=device
-        )  # the value is a kernel argument: no host-to-device copy
-    if value.numel() != 1:
-        raise UserError(f"got {name!r}, a tensor of shape {tuple(value.shape)}; expected one element.")
-    return value.detach().reshape(()).to(device, torch.float64, non_blocking=True)
 
 
 def _compute_device(group: dist.ProcessGroup | None) -> torch.device:
