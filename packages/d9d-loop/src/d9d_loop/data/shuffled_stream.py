@@ -1,6 +1,6 @@
 """Shuffling of a stream within windows, of single samples or of groups of samples of similar length."""
 
-from typing import Any, final
+from typing import final
 
 from pydantic import JsonValue
 
@@ -35,14 +35,6 @@ class ShuffledStream(WindowedStream):
         super().__init__(stream, size=window)
         self._seed = seed
 
-    def read(self, entry: Entry) -> Any:
-        """Read the sample that `entry` points to."""
-        return self._stream.read(entry)
-
-    def length(self, entry: Entry) -> int:
-        """Return the sample length in tokens."""
-        return self._stream.length(entry)
-
     def identity(self) -> JsonValue:
         """Return the window, the seed, and the identity of the shuffled stream."""
         return {"shuffled": {"window": self._size, "seed": self._seed, "of": self._stream.identity()}}
@@ -71,14 +63,6 @@ class BucketedStream(WindowedStream):
                 raise UserError(f"{name} = {value}; expected at least 1.")
         super().__init__(stream, size=group_size * num_groups)
         self._group_size, self._num_groups, self._seed = group_size, num_groups, seed
-
-    def read(self, entry: Entry) -> Any:
-        """Read the sample that `entry` points to."""
-        return self._stream.read(entry)
-
-    def length(self, entry: Entry) -> int:
-        """Return the sample length in tokens."""
-        return self._stream.length(entry)
 
     def identity(self) -> JsonValue:
         """Return the sizes, the seed, and the identity of the reordered stream."""

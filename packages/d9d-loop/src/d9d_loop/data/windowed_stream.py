@@ -23,6 +23,14 @@ class WindowedStream(SampleStream):
         """Return a cursor. If `state` points into a window, the whole window is taken and arranged again."""
         return _WindowCursor(self, state)
 
+    def read(self, entry: Entry) -> Any:
+        """Read the sample of an entry of the other stream."""
+        return self._stream.read(entry)
+
+    def length(self, entry: Entry) -> int:
+        """Return the sample length in tokens."""
+        return self._stream.length(entry)
+
     @abstractmethod
     def _arrange(self, entries: list[Entry], window: int) -> list[Entry]:
         """Return the new entries of a window, possibly none: a pure function of its entries and its index."""
