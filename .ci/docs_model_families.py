@@ -139,7 +139,7 @@ def page() -> str:
         "- Context parallelism by `ring` with windows, another softmax scale, sinks or bidirectional attention.",
         "- Context parallelism of pooled heads.",
         "- Heads of encoders for tokens, questions and multiple choice.",
-        "- Dense layers that sentence-transformers has after the pooling (EmbeddingGemma): folders are refused unless",
+        "- Dense layers that sentence-transformers has after the pooling (EmbeddingGemma): folders are an error unless",
         "  `pooling=` asks for an embedding head of its own.",
     ]
     lines += ["", "Tensors of released checkpoints that are named and not loaded: rotary buffers, and", ""]

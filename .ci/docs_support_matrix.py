@@ -1,7 +1,7 @@
 """Generate the support matrix from the rows of the oracle while the documentation is built.
 
-Two features are proven together if a row of the oracle has both, refused if the grid says that they are incompatible
-(`test_oracle.py` checks the errors), and open otherwise: no check refuses them, and no row compares them.
+Two features are proven together if a row of the oracle has both, an error if the grid says that they are incompatible
+(`test_oracle.py` checks the errors), and open otherwise: no check rejects them, and no row compares them.
 """
 
 import sys
@@ -72,7 +72,7 @@ Generated from the rows of [the oracle](testing.md#the-oracle). A row trains a m
 and compares losses, every gradient, the norm and every parameter with one process, in float64.
 
 - **proven**: a row of the oracle has both features, and CI runs it, some rows only every night.
-- **refused**: the combination is an error with a message, before anything starts.
+- **error**: the combination raises an error, before anything starts.
 - *open*: no check refuses the combination, and no row compares it. [The oracle](testing.md#the-oracle) can compare your
   model in it.
 - empty: one of the two does not occur with the other by its nature.
@@ -122,7 +122,7 @@ def _layout(layout: str) -> list[tuple[str, str]]:
     return [(key, value) for key, _, value in (part.partition("=") for part in layout.split(",") if part)]
 
 
-def refused() -> set[frozenset[str]]:
+def impossible_pairs() -> set[frozenset[str]]:
     """Return the pairs of features for which a grid has values, all of them incompatible."""
     possible: set[frozenset[str]] = set()
     seen: set[frozenset[str]] = set()
@@ -147,7 +147,7 @@ def state(pair: frozenset[str], proven: set[frozenset[str]], impossible: set[fro
     if pair in proven:
         return "proven"
     if pair in impossible:
-        return "refused"
+        return "error"
     if len(set(kinds)) < len(kinds) or len(pair & models) == len(pair) or (pair & {"lora"} and pair & {"dora"}):
         return ""
     if all(kind in pipelines for kind in kinds) or all(kind in contexts for kind in kinds):
@@ -158,7 +158,7 @@ def state(pair: frozenset[str], proven: set[frozenset[str]], impossible: set[fro
 def page() -> str:
     """Return the page."""
     proven = {frozenset(pair) for row in rows() for pair in combinations(row, 2)}
-    impossible = refused() - proven
+    impossible = impossible_pairs() - proven
     names = list(LAYOUTS.values())
     lines = [INTRODUCTION, "\n## Layouts\n", _line(["", *names]), _line(["---"] * (len(names) + 1))]
     for name, title in LAYOUTS.items():

@@ -78,6 +78,12 @@ def test_type_checkers_read_the_default_of_each_field() -> None:
     assert not [f"{path}:{node.lineno}" for path, node in calls if node.args], "write Field(default=...)"
 
 
+def test_sources_and_pages_call_an_error_an_error() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/*.md")]
+    found = [path for path in (*SOURCES, *pages) if re.search(r"\brefused\b", path.read_text(encoding="utf-8"))]
+    assert not _names(found), "write: raises an error, or: is an error"
+
+
 def test_every_module_has_a_docstring() -> None:
     assert not [path for path in SOURCES if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
 

@@ -135,7 +135,7 @@ def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
         raise UserError(f"{origin} has no r and lora_alpha; expected the configuration of a LoRA adapter.")
     _refuse_types(config, origin)
     expected = {"peft_type": "LORA", "use_dora": is_dora, **_ONLY}
-    refused = [
+    unsupported = [
         f"{name} = {value!r} (expected {expected[name]!r})"
         for name, value in ({"peft_type": None, "use_dora": False} | config).items()
         if name in expected and value != expected[name]
@@ -143,10 +143,10 @@ def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
     known = expected.keys() | _TYPES.keys() | _IRRELEVANT.keys()
     # Null, false and empty entries are disabled options of newer peft versions.
     unknown = {name: value for name, value in config.items() if name not in known and value not in _DISABLED}
-    refused += [f"{name} = {value!r} (unknown)" for name, value in unknown.items()]
-    if refused:
+    unsupported += [f"{name} = {value!r} (unknown)" for name, value in unknown.items()]
+    if unsupported:
         raise UserError(
-            f"{origin} has unsupported entries: {shorten(refused)}. Inject the method with which the adapters were "
+            f"{origin} has unsupported entries: {shorten(unsupported)}. Inject the method with which the adapters were "
             "trained; if d9d does not have it, convert the adapters to plain LoRA."
         )
     initialization = config.get("init_lora_weights", True)

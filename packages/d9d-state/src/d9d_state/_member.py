@@ -21,7 +21,7 @@ _KINDS = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a 
 def open_member(folder: Path, name: str) -> int:
     """Open a regular file directly inside a folder for reading; return its descriptor, which the caller closes.
 
-    Symlinks are refused, except in the Hugging Face cache, from `snapshots/<revision>/` to `blobs/` beside `snapshots`.
+    Symlinks are errors, except in the Hugging Face cache, from `snapshots/<revision>/` to `blobs/` beside `snapshots`.
     Raises `UserError`, or `StateError` at a process or system limit such as open files.
     """
     if not is_plain(name):

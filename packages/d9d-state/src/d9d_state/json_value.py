@@ -1,4 +1,4 @@
-"""Canonical JSON encoding and strict parsing: equal values give equal bytes, and malformed input is refused."""
+"""Canonical JSON encoding and strict parsing: equal values give equal bytes, and malformed input is an error."""
 
 import json
 import math

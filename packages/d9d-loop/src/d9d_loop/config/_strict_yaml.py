@@ -1,4 +1,4 @@
-"""Strict YAML parser for configuration files: tags, anchors, aliases and duplicate keys are refused."""
+"""Strict YAML parser for configuration files: tags, anchors, aliases and duplicate keys are errors."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -8,7 +8,7 @@ from yaml.constructor import ConstructorError
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML document. Malformed documents and refused features raise `ValueError` with the line and column."""
+    """Parse a YAML document. Invalid documents and unsupported features raise `ValueError` with line and column."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a subclass of the safe loader)
     except yaml.YAMLError as error:

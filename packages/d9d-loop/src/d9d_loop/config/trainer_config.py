@@ -174,7 +174,7 @@ class CheckpointConfig(LocalTierConfig):
     trainable_only: bool = Field(
         default=False,
         description="Save only trainable parameters. A resumed job must have the same `initial_weights`, or the same "
-        "seed if it has none; otherwise it is refused.",
+        "seed if it has none; otherwise it ends with an error.",
     )
     keep_last: PositiveInt | None = Field(
         default=2, description="Number of newest checkpoints to keep; null keeps all."
@@ -239,7 +239,7 @@ class EvaluationConfig(Section):
 
 
 class PipelineConfig(Section):
-    """Pipeline schedule. With one pipeline rank, schedules with several stages per rank are refused."""
+    """Pipeline schedule. With one pipeline rank, a schedule with several stages per rank is an error."""
 
     schedule: PipelineScheduleConfig = Field(
         default=ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."

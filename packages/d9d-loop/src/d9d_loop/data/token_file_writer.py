@@ -76,7 +76,7 @@ class TokenFileWriter:
         """Append a document: a sequence of integers, or an integer tensor [n].
 
         `mask` has a value for each token, True if the token contributes to the loss. It is required if the file has
-        masks, and refused otherwise. An empty document, a token outside the vocabulary, or a mask of another length
+        masks, and an error otherwise. An empty document, a token outside the vocabulary, or a mask of another length
         raises `UserError`.
         """
         # A list, because array(code, bytes) would reinterpret the bytes.

@@ -186,13 +186,13 @@ class TextJobConfig(JobFileConfig):
         if self.job not in ("sft", "pretrain"):
             raise ValueError(f"dataset.packing = true, but job = {self.job}; expected sft or pretrain. Remove it")
         model = self.model
-        refused = [f"model.{name}" for name in ("dtype", "tensor_parallel_plan") if getattr(model, name) is not None]
-        refused += [] if model.folder is None else [f"model.{name}" for name in model.entries]
-        if refused:
+        unused = [f"model.{name}" for name in ("dtype", "tensor_parallel_plan") if getattr(model, name) is not None]
+        unused += [] if model.folder is None else [f"model.{name}" for name in model.entries]
+        if unused:
             raise ValueError(
-                f"{refused[0]} applies to models of transformers, but dataset.packing = true uses d9d's own model of "
+                f"{unused[0]} applies to models of transformers, but dataset.packing = true uses d9d's own model of "
                 "the family; expected no dtype, tensor_parallel_plan or changes to the folder's config.json. Remove "
-                f"{refused[0]}"
+                f"{unused[0]}"
             )
         return self
 
