@@ -38,7 +38,7 @@ def check_main_job(runs: Path) -> None:
     alone = run("python", "examples/pretrain.py", "--run.name", "alone", "--logging.stamps", "false", *short)
     torchrun("examples/pretrain.py", "--run.name", "ranks", *short, *HYBRID)
     summary = json.loads(alone[-1])
-    expected = {"steps", "train_loss", "val_bits_per_byte", "tokens_per_second", "run_dir", "export_dir"}
+    expected = {"steps", "train_loss", "val_bits_per_byte", "weight_per_second", "run_dir", "export_dir"}
     assert expected <= summary.keys(), summary
     for name in CURVES:
         ours, theirs = curve(runs / "ranks", name), curve(runs / "alone", name)

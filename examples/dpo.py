@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from finetune_lora import Lora
-from pretrain import Text
 from pydantic import PositiveInt
 from sft_chat import WORDINGS, byte_chat, documented, lora_decoder
+from source_text import Text
 from torch.utils.data import default_collate
 
 from d9d_loop import Engine, EngineConfig, cli_main

@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from pretrain import Decoder, NextByte, PackedText, Text
+from pretrain import Decoder
+from source_text import PackedText, Text
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_loop import Finished, ModelProvider, Section, Trainer, TrainerConfig, cli_main, read_config_file
+from d9d_loop.tasks import NextTokenTask
 from d9d_modules import QWEN3
 from d9d_peft import LoRA, inject, merge_, save_adapters
 from d9d_state import JsonValue, StateMapper, save_model_state, sequential
@@ -74,7 +76,7 @@ def main() -> None:
         raise UserError(f"initial_weights = {source} does not exist; run examples/pretrain.py first.")
     params = QWEN3.read(read_config_file(source / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
-    trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())
+    trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextTokenTask())
     trainer.events.on(Finished, lambda done: export(done, provider, source))
     trainer.train()
 

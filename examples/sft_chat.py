@@ -16,8 +16,9 @@ from zlib import crc32
 
 import torch
 from finetune_lora import FinetuneConfig, Lora, LoraDecoder, export
-from pretrain import Decoder, Text, for_generation
+from pretrain import Decoder
 from pydantic import Field, JsonValue, PositiveInt
+from source_text import Text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 
@@ -91,16 +92,14 @@ def conversations(text: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
 def answers(done: Finished, questions: Sequence[str]) -> list[str]:
     """Return the model's greedy answers. Collective."""
-    model, multiple = for_generation(done.ctx, done.model, done.forward)
     prompts = [torch.tensor(list(f"Q: {question}\nA: ".encode())) for question in questions]
     ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # 0 is not a byte of a prompt
     written = generate(
-        model,
+        done.for_generation(),
         ids.to(done.ctx.device),
         prompt_mask=(ids != 0).to(done.ctx.device),
         max_new_tokens=LONGEST + 1,
         max_context=ids.shape[1] + LONGEST + 1,
-        pad_to_multiple_of=multiple,
         stop_tokens=[0],
         temperature=0,
     ).token_ids

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, cast
 from unittest import mock
 
-import pretrain
+import own_decoder
 import torch
 from fake_accelerator import DeviceLog, FakeAccelerator
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Case:
         settings: Other settings of the job's configuration.
         documents: True to mask attention between packed documents.
         attention: Name of the attention backend; None for the default.
-        recipe: True to parallelize with `parallelize_decoder`; False for the lines of the example `pretrain`.
+        recipe: True to parallelize with `parallelize_decoder`; False for the lines of `own_decoder`.
         mutant: Called with the engine before the recorded step, to plant a fault.
     """
 
@@ -124,17 +124,17 @@ class _Rows(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": places, "documents": tokens.clone()}
 
 
-class _Recipe(pretrain.Decoder):
+class _Recipe(own_decoder.Decoder):
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         experts = None if self.moe is None else parallelize_moe
         parallelize_decoder(model, ctx, experts=experts, checkpointing=self.parallelism.activation_checkpointing)
 
 
-class _Task(pretrain.NextByte):
+class _Task(own_decoder.NextByte):
     def __init__(self, *, documents: bool) -> None:
         self.documents = documents
 
-    def inputs(self, batch: pretrain.Batch) -> Any:
+    def inputs(self, batch: own_decoder.Batch) -> Any:
         inputs = super().inputs(batch)
         if not self.documents:
             inputs.shared.pop("document_ids_BL")
@@ -162,8 +162,8 @@ def _trainer(case: Case, folder: str) -> Trainer:
         "data": {"num_workers": case.num_workers},
         "precision": "bfloat16",
     }
-    config = pretrain.PretrainConfig.model_validate(values | dict(case.settings))
-    provider = _Recipe if case.recipe else pretrain.Decoder
+    config = own_decoder.DecoderConfig.model_validate(values | dict(case.settings))
+    provider = _Recipe if case.recipe else own_decoder.Decoder
     model = provider(config.model, config.moe, config.parallelism)
     _answer_reads(case)
     return Trainer(config, model=model, data=_Rows(case.length), task=_Task(documents=case.documents))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from oracle_models import MaskedNextToken, decoder, samples
-from pretrain import Decoder
+from own_decoder import Decoder
 from test_peft_rows import METHODS, Adapted
 from torch import Tensor, nn
 from torch.distributions import Categorical

@@ -1,10 +1,10 @@
-"""Models of the oracle's grid: the main job's decoder, dense and sparse, and a model as a user might write it."""
+"""Models of the oracle's grid: a decoder, dense and sparse, and a model as a user might write it."""
 
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from pretrain import Batch, Decoder, NextByte, Parallelism
+from own_decoder import Batch, Decoder, NextByte, Parallelism
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
@@ -36,7 +36,7 @@ VOCAB = 32
 
 
 def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy, num_layers: int = 2) -> Decoder:
-    """Return the main job's provider, for a small model: dense, tied, moe, or moe with router losses."""
+    """Return the provider of a small model: dense, tied, moe, or moe with router losses."""
     dense = Qwen3Params(
         vocab_size=VOCAB,
         hidden_size=24,
@@ -60,7 +60,7 @@ def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy
 
 
 class MaskedNextToken(NextByte):
-    """The main job's task with a loss mask."""
+    """Next-token task with a loss mask."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Loss:
         return Loss((outputs * batch["mask"]).sum(), weight=batch["mask"].sum())

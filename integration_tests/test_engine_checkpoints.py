@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_rows import NUM_LAYERS, TASK
 from oracle_models import decoder, samples
-from pretrain import Decoder
+from own_decoder import Decoder
 from torch import nn
 from torch.utils.data import default_collate
 

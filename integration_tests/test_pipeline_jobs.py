@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from d9d_loop.config.schedule_config import KINDS
 
 SIZES = {**TINY_MODEL, "model.num_layers": 8, "model.tie_word_embeddings": True, "evaluation.num_samples": 5}
-NAMES = ("loss", "grad_norm", "bits_per_byte", "evaluation_loss", "evaluation_bits_per_byte")
+NAMES = ("loss", "grad_norm", "perplexity", "evaluation_loss", "evaluation_perplexity")
 
 
 def _run(folder: Path, name: str, *more: dict[str, Any], world_size: int = 1, **options_: Any) -> Ended:

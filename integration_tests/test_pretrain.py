@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, mic
     )
     # In float32 a rounding error can send a token to another expert; test_oracle.py compares that in float64.
     tolerance = 1e-3 if kind == "moe" else curve_rounding(20)
-    for name in ("loss", "grad_norm", "bits_per_byte", "evaluation_loss"):
+    for name in ("loss", "grad_norm", "perplexity", "evaluation_loss"):
         assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=tolerance), name
     assert len(curve(tmp_path / "one", "loss")) == 8
 
@@ -55,8 +56,8 @@ def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
     assert summary["run_dir"] == str(run_dir)
     assert summary["export_dir"] == str(run_dir / "export")
     assert summary["train_loss"] == curve(run_dir, "loss")[-1]
-    assert summary["val_bits_per_byte"] == curve(run_dir, "evaluation_bits_per_byte")[-1]
-    assert summary["tokens_per_second"] > 0
+    assert summary["val_bits_per_byte"] == pytest.approx(math.log2(curve(run_dir, "evaluation_perplexity")[-1]))
+    assert summary["weight_per_second"] > 0
     assert json.loads((run_dir / "config.json").read_text())["model"]["hidden_size"] == 32
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
@@ -116,7 +117,7 @@ def _exported_model(run_dir: Path, kind: str) -> torch.nn.Module:
 
     pretrain = importlib.import_module("pretrain")
     config = pretrain.PretrainConfig.model_validate(json.loads((run_dir / "config.json").read_text()))
-    provider = pretrain.Decoder(config.model, config.moe)
+    provider = pretrain.Decoder(config.model, config.experts)
     model = provider.build(StageInfo())
     load_model_state(model, run_dir / "export", provider.state_mapper(model))
     return model
@@ -196,11 +197,11 @@ def test_a_data_folder_without_text_is_refused(tmp_path: Path) -> None:
 
 def test_rows_are_packed_documents(tmp_path: Path) -> None:
     """Every byte except the first of each part is a label once, and is predicted only from its own file."""
-    pretrain = importlib.import_module("pretrain")
+    source_text = importlib.import_module("source_text")
     texts = {f"{number}.py": bytes(range(number, number + 3 + 5 * number)) for number in range(1, 40)}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
-    data = pretrain.PackedText(pretrain.Text(folder=tmp_path, length=32, tokens=tmp_path / "tokens"))
+    data = source_text.PackedText(source_text.Text(folder=tmp_path, length=32, tokens=tmp_path / "tokens"))
     held_out, predicted = data.evaluation(), []
     for row in map(held_out.__getitem__, range(len(held_out))):
         for number in row["documents"].unique():
@@ -208,7 +209,7 @@ def test_rows_are_packed_documents(tmp_path: Path) -> None:
             assert torch.equal(row["position_ids"][here], torch.arange(int(here.sum())))
             assert torch.equal(row["labels"][here], row["input_ids"][here] + 1)  # bytes of a file are consecutive
             predicted += row["labels"][here].tolist()
-    _, chosen = pretrain.read_text(pretrain.Text(folder=tmp_path))
+    _, chosen = source_text.read_text(source_text.Text(folder=tmp_path))
     assert sorted(predicted) == sorted(byte for text in chosen for byte in text[1:])
     assert 0 < len(chosen) < len(texts) / 2
 
@@ -218,7 +219,7 @@ def test_a_preset_gives_the_losses_of_the_script(tmp_path: Path) -> None:
     """`d9d-train` with the preset has the curve of the script, and counts bytes without padding."""
     settings = {"run.folder": tmp_path, "logging.every": 1, "steps": 4, "evaluation.every": 2}
     _run(_tiny(tmp_path, "script", steps=4, evaluation__every=2))
-    places = {"model": "model.dense", "text": "dataset.text"}
+    places = {"model": "model.params", "text": "dataset.text"}
     tiny = {
         f"{places.get(head := key.split('.')[0], head)}{key[len(head) :]}": value for key, value in TINY_MODEL.items()
     }
@@ -226,7 +227,7 @@ def test_a_preset_gives_the_losses_of_the_script(tmp_path: Path) -> None:
     (ended,) = on_ranks("d9d_loop.__main__", preset)
     assert ended.code == 0, ended.errors
     assert "TrainResult(steps=4" in ended.output
-    for name in ("loss", "grad_norm", "evaluation_bits_per_byte"):
+    for name in ("loss", "grad_norm", "evaluation_perplexity"):
         assert curve(tmp_path / "preset", name) == curve(tmp_path / "script", name) != [], name
     assert (tmp_path / "preset" / "loss.png").exists()
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from oracle_grid import RTOL
 from oracle_models import MaskedNextToken, decoder, samples
+from own_decoder import Decoder
 from post_training import rows
-from pretrain import Decoder
 from test_peft_rows import METHODS
 from torch import Tensor, nn
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from grpo import GrpoConfig
 from jobs import EXAMPLES, options
-from pretrain import Decoder
+from own_decoder import Decoder
 from torch import Tensor, nn
 from verl_engine import VerlEngine
 

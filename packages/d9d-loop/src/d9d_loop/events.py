@@ -246,12 +246,14 @@ class Finished(Event):
     Attributes:
         forward: Calls the model over all pipeline stages, without gradients. Collective over the pipeline; every rank
             gets the output.
+        for_generation: Returns the model for `d9d_modules.generate`, in any layout; see `Engine.for_generation`.
     """
 
     result: TrainResult
     model: nn.Module
     forward: Callable[..., Any]
     ctx: DistributedContext
+    for_generation: Callable[[], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)

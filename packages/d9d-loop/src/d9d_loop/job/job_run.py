@@ -377,8 +377,8 @@ def _export_to(job: Job, folder: Path, *, exports: bool) -> TrainResult:
         if exports and not provider.is_exported_by_handler:
             _export(job, folder / "export")
         result = _result_of(job, folder)
-        forward = job.engine.pipeline.callable()
-        job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx))
+        forward, for_generation = job.engine.pipeline.callable(), job.engine.for_generation
+        job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx, for_generation))
     return _result_of(job, folder)  # again: a handler may have written the export, such as that of a job with adapters
 
 
