@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "integration_tests"))
 from snippets import blocks  # noqa: E402
 
 PAGES = ("docs/index.md", "docs/quickstart.md", "packages/d9d-loop/README.md", "packages/d9d-all/README.md")
-EXAMPLES = ("examples/quickstart.py", "examples/pretrain.py", "examples/finetune_lora.py")
+EXAMPLES = tuple(f"examples/{name}.py" for name in ("quickstart", "source_text", "pretrain", "finetune_lora"))
 
 
 def script(page: Path) -> str:
