@@ -431,8 +431,8 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 
 LINES = {
-    "d9d-dist": 8850,
-    "d9d-loop": 34100,
+    "d9d-dist": 8900,
+    "d9d-loop": 35000,
     "d9d-metrics": 3850,
     "d9d-modules": 9500,
     "d9d-moe": 3100,
