@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, Self, SupportsFloat, TypeVar, final, overload
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -342,7 +343,7 @@ class Engine:
         num_own = len(batches) if num_own is None else num_own
         return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=num_own, measured=measured)
 
-    def step(self, learning_rate: float | None = None) -> StepResult:
+    def step(self, learning_rate: float | None = None, *, only: str | None = None) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
 
         Collectives: the gradient reduction and norm; the exchange of parameters shared between stages; one all-reduce
@@ -351,13 +352,15 @@ class Engine:
         Args:
             learning_rate: Learning rate of all parameter groups from this step on, equal on all ranks; `None` keeps the
                 learning rate of each group. For groups of different learning rates, see `set_learning_rates`.
+            only: Regular expression, searched in parameter names: the step drops the gradients of all other parameters,
+                so that it neither measures nor updates them. `None` updates all parameters with gradients.
 
         Raises:
-            UserError: If there was no forward and backward since the last step, or the learning rate is negative or not
-                finite. On every rank, if learning rates or batches differ between ranks; on accelerators in the next
-                step or save, without an update. Also if a forward wrote to sharded parameters, if the first step
-                created, replaced or deleted parameters, or if the second step read an attribute of a module that
-                differs between ranks.
+            UserError: If `only` matches no trainable parameter. If there was no forward and backward since the last
+                step, or the learning rate is negative or not finite. On every rank, if learning rates or batches differ
+                between ranks; on accelerators in the next step or save, without an update. Also if a forward wrote to
+                sharded parameters, if the first step created, replaced or deleted parameters, or if the second step
+                read an attribute of a module that differs between ranks.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
@@ -366,7 +369,9 @@ class Engine:
             self._set_rates = (1.0, float(learning_rate))
             for group in self.optimizer.param_groups:
                 group["lr"] = float(learning_rate)
-        result = self._step.update(self.num_steps + 1, Same(self._rates(), self._agree.pop_digests()))
+        call, argument = self._rates()
+        rates = call + crc32((only or "").encode()) / 2**32, argument
+        result = self._step.update(self.num_steps + 1, Same(rates, self._agree.pop_digests()), only=only)
         self.num_steps, self._num_updates = self.num_steps + 1, self._num_updates + 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
             refuse_later_writes(self._whole, compare_next=True)

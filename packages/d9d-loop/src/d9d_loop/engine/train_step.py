@@ -1,5 +1,6 @@
 """One optimizer step: forward, backward, gradient reduction, clipping and update."""
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -209,6 +210,17 @@ class TrainStep:
                 "provider that builds the model, or build another Engine."
             )
 
+    def _others(self, only: str) -> list[nn.Parameter]:
+        """Return the trainable parameters whose names do not match `only`."""
+        names = {canonical_name(name): each for name, each in self._model.named_parameters() if each.requires_grad}
+        others = {name: each for name, each in names.items() if re.search(only, name) is None}
+        if len(others) == len(names) and self._pipeline.group is None:
+            raise UserError(
+                f"got step(only={only!r}), which matches no trainable parameter; expected at least one of "
+                f"{shorten(names)}. Correct the pattern, which is searched in these names."
+            )
+        return list(others.values())
+
     def _name_unused(self) -> None:
         """Print the trainable parameters that got no gradient on any rank, in the first step. Collective."""
         self._is_first = False
@@ -226,17 +238,20 @@ class TrainStep:
                 flush=True,
             )
 
-    def update(self, number: int, same: Same = NOTHING) -> StepResult:
+    def update(self, number: int, same: Same = NOTHING, *, only: str | None = None) -> StepResult:
         """Reduce the gradients and run the optimizer step `number`; see `Engine.step`."""
         self._refuse_partial_gradients()
         if self._totals is None:
             raise UserError("got step() without gradients; expected forward_backward() before each step.")
+        others = [] if only is None else self._others(only)
         totals, self._totals = self._totals, None
         self._events.emit(BackwardDone(number, self._model))
         totals.start_reduction(self._losses_group)
         self._gradient_sync.finish()
         self._shared.add_gradients()
-        if self._is_first:
+        for parameter in others:
+            parameter.grad = None
+        if self._is_first and only is None:
             self._name_unused()
         loss, weight, per_weight = totals.finish()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)

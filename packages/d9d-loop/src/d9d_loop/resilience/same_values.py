@@ -57,8 +57,8 @@ def describe_difference(step: int | None, *, rates: bool) -> str:
     where, skipped = ("", "") if step is None else (f"step {step}: ", ", so the update was skipped")
     if rates:
         return (
-            f"{where}the learning rates of step(learning_rate) or set_learning_rates() differ between ranks{skipped}; "
-            "expected equal ones, also from a scheduler. Compute them from values that all ranks share, such as "
+            f"{where}the learning rates of step(learning_rate) or set_learning_rates(), or `only` of step(), differ "
+            f"between ranks{skipped}; expected equal ones, also from a scheduler. Compute them from values that all ranks share, such as "
             "Engine.num_steps or StepResult.loss."
         )
     return (
