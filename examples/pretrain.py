@@ -56,7 +56,8 @@ class Decoder(ModelProvider):
     def __init__(
         self, params: Qwen3Params, experts: Experts | None = None, context_method: ContextMethod = "all_gather"
     ) -> None:
-        self.params, self.context_method, self.moe = params, context_method, None
+        self.params, self.moe = params, None
+        self.context_method: ContextMethod = context_method
         if experts is not None:
             self.moe = Qwen3MoeParams.like(
                 params,
