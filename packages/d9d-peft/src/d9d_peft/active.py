@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from d9d_dist import UserError, canonical_name, local_tensor
+from d9d_dist.data_parallel.gathered_parameters import free_all_gathered
 from d9d_dist.errors import shorten
 from d9d_peft.adapter import adapter_parameters, all_adapters, child_name
 
@@ -102,14 +102,14 @@ def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
     if not values:
         yield
         return
-    _free_gathered(model)
+    free_all_gathered(model)
     parameters = _tuned(model)  # the sharded parameters, which FSDP replaces by gathered ones during forward
     own = {name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()}
     _copy(parameters, values)
     try:
         yield
     finally:
-        _free_gathered(model)
+        free_all_gathered(model)
         _copy(parameters, own)
 
 
@@ -117,10 +117,3 @@ def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
 def _copy(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         local_tensor(parameter).copy_(values[name])
-
-
-def _free_gathered(model: nn.Module) -> None:
-    """Free parameters that FSDP still holds gathered, so that the next forward pass gathers the new values."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

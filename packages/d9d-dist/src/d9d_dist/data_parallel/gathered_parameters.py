@@ -33,5 +33,12 @@ def free_gathered(module: nn.Module) -> None:
         child.reshard()
 
 
+def free_all_gathered(module: nn.Module) -> None:
+    """Free all parameters that FSDP may hold gathered: it does not notice changes of their shards."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
 def _kept(module: nn.Module) -> Iterator[FSDPModule]:
     return (child for child in module.modules() if isinstance(child, FSDPModule) and child in _KEPT)

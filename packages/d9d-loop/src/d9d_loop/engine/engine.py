@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError
+from d9d_dist.data_parallel.gathered_parameters import free_all_gathered
 from d9d_dist.values.parameter_writes import refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
@@ -33,7 +34,6 @@ from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
-from d9d_loop.optimizers.averaging import free_gathered_parameters
 from d9d_loop.optimizers.ema import Ema
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.optimizers.weight_average import WeightAverage
@@ -284,7 +284,7 @@ class Engine:
         self._require_onloaded("weights()")
         if not shards:
             same_call("weights()")
-        free_gathered_parameters(self._whole)
+        free_all_gathered(self._whole)
         mapper = disk_mapper(self._state_mapper, self.model, base_only=base_only)
         if shards:
             return self._unchanged(weight_shards(self.model, self._state_mapper))
@@ -514,7 +514,7 @@ class Engine:
         self._require_training("load()")
         same_call("load()")
         self._step.discard()
-        free_gathered_parameters(self._whole)
+        free_all_gathered(self._whole)
         found = self._require_checkpoints().load()
         if found is None:
             return None

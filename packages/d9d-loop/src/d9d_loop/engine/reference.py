@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import UserError, local_tensor
+from d9d_dist.data_parallel.gathered_parameters import free_all_gathered
 from d9d_dist.values.buffer_values import BufferValues
-from d9d_loop.optimizers.averaging import free_gathered_parameters
 
 Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | Literal["initial"]
 """Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" to copy the initial weights."""
@@ -77,7 +77,7 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _set(self, values: list[Tensor]) -> None:
-        free_gathered_parameters(self._model)
+        free_all_gathered(self._model)
         for (parameter, _), value in zip(self._copies, values, strict=True):
             local_tensor(parameter).copy_(value, non_blocking=True)
         if torch.accelerator.is_available():  # the copies may be freed after this

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+
+from d9d_dist.data_parallel.gathered_parameters import free_all_gathered
 
 
 @runtime_checkable
@@ -30,15 +31,8 @@ def evaluation_weights(model: nn.Module, optimizer: Optimizer | Averaging) -> Ge
         yield
         return
     try:
-        free_gathered_parameters(model)
+        free_all_gathered(model)
         with optimizer.evaluation_weights():
             yield
     finally:
-        free_gathered_parameters(model)
-
-
-def free_gathered_parameters(model: nn.Module) -> None:
-    """Free unsharded parameters that FSDP may have kept: FSDP does not notice changes of their shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        free_all_gathered(model)

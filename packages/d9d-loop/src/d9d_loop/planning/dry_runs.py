@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -277,11 +276,11 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def _num_parameters(model: nn.Module) -> int:
-    return sum(_local(each).numel() for each in model.parameters())
+    return sum(local_tensor(each).numel() for each in model.parameters())
 
 
 def _num_trainable(model: nn.Module) -> int:
-    return sum(_local(each).numel() for each in model.parameters() if each.requires_grad)
+    return sum(local_tensor(each).numel() for each in model.parameters() if each.requires_grad)
 
 
 def _main_dtype(model: nn.Module) -> torch.dtype:
@@ -304,7 +303,7 @@ def _whole_gradient_bytes(model: nn.Module) -> int:
         for parameter in (each for group in groups for each in group.fsdp_params):
             gradient = parameter.sharded_param.grad
             if gradient is not None:
-                local = _local(gradient)
+                local = local_tensor(gradient)
                 total += (parameter._orig_size.numel() - local.numel()) * local.element_size()
     return total
 
@@ -411,9 +410,5 @@ def stage_messages(
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    local = _local(tensor)
+    local = local_tensor(tensor)
     return local.numel() * local.element_size()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -58,8 +58,8 @@ def describe_difference(step: int | None, *, rates: bool) -> str:
     if rates:
         return (
             f"{where}the learning rates of step(learning_rate) or set_learning_rates(), or `only` of step(), differ "
-            f"between ranks{skipped}; expected equal ones, also from a scheduler. Compute them from values that all ranks share, such as "
-            "Engine.num_steps or StepResult.loss."
+            f"between ranks{skipped}; expected equal ones, also from a scheduler. Compute them from values that all "
+            "ranks share, such as Engine.num_steps or StepResult.loss."
         )
     return (
         f"{where}the batches of a data-parallel coordinate differ between its ranks{skipped}; expected equal ones on "
