@@ -46,10 +46,7 @@ class Loss:
 
     @classmethod
     def sum(
-        cls,
-        values: torch.Tensor,
-        count: torch.Tensor | float,
-        tokens: Mapping[str, torch.Tensor] | None = None,
+        cls, values: torch.Tensor, count: torch.Tensor | float, tokens: Mapping[str, torch.Tensor] | None = None
     ) -> "Loss":
         """Return the loss of values of any shape, which are summed: of each sample, element or token.
 
@@ -59,10 +56,7 @@ class Loss:
 
     @classmethod
     def mean(
-        cls,
-        mean: torch.Tensor,
-        count: torch.Tensor | float,
-        tokens: Mapping[str, torch.Tensor] | None = None,
+        cls, mean: torch.Tensor, count: torch.Tensor | float, tokens: Mapping[str, torch.Tensor] | None = None
     ) -> "Loss":
         """Return the loss of a 0-dim mean over `count` items of the microbatch, as most loss functions return it."""
         return cls(mean * count, count, {} if tokens is None else tokens)

@@ -138,8 +138,8 @@ def test_predictions_come_from_the_last_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (torch.zeros(()), "a tensor without dims as 'x'; expected a tensor with a row for each sample"),
-        ([1], "a list as 'x'; expected a tensor with a row"),
+        (torch.zeros(()), r"Wrong.predictions returned \{'x': tensor\(0.\)\}; expected tensors by name with a row for"),
+        ([1], r"Wrong.predictions returned \{'x': \[1\]\}; expected tensors by name"),
         (torch.zeros(2, dtype=torch.complex64), "complex predictions"),
     ],
 )
@@ -170,8 +170,8 @@ def test_rows_must_have_one_shape(ctx: DistributedContext) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (None, "compute_metrics returned a NoneType; expected numbers by name"),
-        ({"f1": [1.0, 2.0]}, r"compute_metrics returned \[1.0, 2.0\] as f1; expected a number"),
+        (None, "compute_metrics returned None; expected a dict of numbers by name"),
+        ({"f1": [1.0, 2.0]}, r"compute_metrics returned \{'f1': \[1.0, 2.0\]\}; expected a dict of numbers"),
         ({"loss": 1.0}, "compute_metrics returned loss, which the evaluation measures itself"),
     ],
 )

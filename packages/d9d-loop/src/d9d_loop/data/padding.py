@@ -19,12 +19,7 @@ Side = Literal["left", "right"]
 
 
 def pad_sequences(
-    sequences: Sequence[Tensor],
-    *,
-    value: float,
-    length: int | None = None,
-    multiple_of: int = 1,
-    side: Side = "right",
+    sequences: Sequence[Tensor], *, value: float, length: int | None = None, multiple_of: int = 1, side: Side = "right"
 ) -> Tensor:
     """Pad sequences to equal length and stack them to [B, L, ...]; dtype and device do not change.
 

@@ -103,11 +103,7 @@ def is_held_out(text: str, part: float) -> bool:
 
 
 def tokenize_text(
-    documents: Iterable[str],
-    folder: str | Path,
-    *,
-    tokenizer: str | Path | TextTokenizer,
-    end_token: str | None = None,
+    documents: Iterable[str], folder: str | Path, *, tokenizer: str | Path | TextTokenizer, end_token: str | None = None
 ) -> TokenFile:
     """Tokenize documents, write them to a token file, and open it. Requires `tokenizers`.
 

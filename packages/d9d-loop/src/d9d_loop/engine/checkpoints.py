@@ -23,14 +23,7 @@ class EngineCheckpoints:
     The run folder is locked from the first save or load until `close`. Nothing is written before the lock.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        training: Training,
-        *,
-        ctx: DistributedContext,
-        events: Events,
-    ) -> None:
+    def __init__(self, config: EngineConfig, training: Training, *, ctx: DistributedContext, events: Events) -> None:
         self._ctx, self._open, self._is_locked = ctx, ExitStack(), False
         self._caller_state: JsonValue = None
         self._lock_seconds = config.timeouts.lock_seconds

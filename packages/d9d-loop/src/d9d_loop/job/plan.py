@@ -34,14 +34,7 @@ from d9d_loop.job.job_check import (
     rest_of_epoch,
 )
 from d9d_loop.job.predictions import ComputeMetrics
-from d9d_loop.job.resume_check import (
-    Progress,
-    check_checkpoint,
-    check_data,
-    find_checkpoint,
-    num_steps_of,
-    progress_of,
-)
+from d9d_loop.job.resume_check import Progress, check_checkpoint, check_data, find_checkpoint, num_steps_of, progress_of
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_check import check_parameters_are_saveable, check_trained_dtypes

@@ -5,9 +5,8 @@ Rows of all data-parallel ranks are appended to temporary files of one rank, so 
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, Any, Self, TypeAlias, final
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -39,10 +38,6 @@ class Predictions(ExitStack):
         self._rows: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._problem: UserError | None = None
 
-    def __enter__(self) -> Self:
-        self._folder = Path(self.enter_context(TemporaryDirectory(prefix="d9d-predictions-")))
-        return self
-
     def add(self, outputs: Any, batch: Any, *, is_padding: bool) -> None:
         """Append the rows of a batch of each data-parallel rank, in rank order. Collective over these ranks."""
         for name, value in checked_predictions(self._task, outputs, batch).items():
@@ -59,14 +54,14 @@ class Predictions(ExitStack):
         agree(self._problem, alone=self._alone)
         values = None
         if self._writes:
-            values = _checked_values(compute({name: self._read(name) for name in self._files}))
+            values = _as_text(compute({name: self._read(name) for name in self._files}))
         # Text, because JSON has no NaN.
         found = [each for each in gather_json(values, alone=self._alone) if each is not None]
         return {name: float(value) for name, value in found[0].items()}
 
     def _append(self, name: str, rows: Tensor) -> None:
         if name not in self._files:
-            self._files[name] = self.enter_context((self._folder / str(len(self._files))).open("w+b"))
+            self._files[name] = self.enter_context(NamedTemporaryFile(prefix="d9d-predictions-"))  # noqa: SIM115 - closed with self
         if not len(rows):
             return
         dtype, shape = self._rows.get(name, (rows.dtype, torch.Size(rows.shape[1:])))
@@ -93,17 +88,11 @@ def checked_predictions(task: Task, outputs: Any, batch: Any) -> dict[str, Tenso
     """Return the predictions of a batch; raise `UserError` if they are no tensors with rows."""
     name = type(task).__name__
     found: Any = task.predictions(outputs, batch)
-    if not isinstance(found, Mapping) or not found:
+    if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) and each.ndim for each in found.values()):
         raise UserError(
-            f"{name}.predictions returned {found!r:.60}; expected tensors by name, because there is compute_metrics. "
-            'Return a dict, such as {"logits": outputs, "labels": batch["labels"]}.'
+            f"{name}.predictions returned {found!r:.90}; expected tensors by name with a row for each sample or token, "
+            'such as {"logits": outputs, "labels": batch["labels"]}.'
         )
-    for key, each in found.items():
-        if not isinstance(each, Tensor) or each.ndim == 0:
-            got = "a tensor without dims" if isinstance(each, Tensor) else f"a {type(each).__name__}"
-            raise UserError(
-                f"{name}.predictions returned {got} as {key!r}; expected a tensor with a row for each sample or token."
-            )
     return dict(found)
 
 
@@ -111,23 +100,13 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of an array: numpy has no bfloat16, and gloo sends no bool."""
     if dtype.is_complex:
         raise UserError("got complex predictions; expected real ones. Use torch.view_as_real.")
-    if dtype.is_floating_point:
-        return dtype if dtype == torch.float64 else torch.float32
-    return torch.int64
+    return (torch.float64 if dtype == torch.float64 else torch.float32) if dtype.is_floating_point else torch.int64
 
 
-def _checked_values(values: Any) -> dict[str, str]:
-    """Return the values as text."""
-    if not isinstance(values, Mapping):
+def _as_text(values: Any) -> dict[str, str]:
+    try:
+        return {str(name): repr(float(value)) for name, value in values.items()}
+    except (AttributeError, TypeError, ValueError):
         raise UserError(
-            f"compute_metrics returned a {type(values).__name__}; expected numbers by name, such as a dict."
-        )
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        try:
-            found[str(name)] = repr(float(value))
-        except (TypeError, ValueError):
-            raise UserError(
-                f"compute_metrics returned {value!r:.60} as {name}; expected a number. Return a name for each number."
-            ) from None
-    return found
+            f"compute_metrics returned {values!r:.90}; expected a dict of numbers by name, such as {{'f1': 0.5}}."
+        ) from None

@@ -28,15 +28,7 @@ class Progress:
         bar: If True and standard error is a terminal, draw a bar; otherwise print the values as lines.
     """
 
-    def __init__(
-        self,
-        *,
-        num_steps: int,
-        done: int,
-        visible: bool,
-        device: torch.device,
-        bar: bool,
-    ) -> None:
+    def __init__(self, *, num_steps: int, done: int, visible: bool, device: torch.device, bar: bool) -> None:
         self._device = device
         self._visible, self._num_steps = visible, num_steps
         self._start, self._done = time.monotonic(), done

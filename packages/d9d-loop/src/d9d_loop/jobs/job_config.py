@@ -197,16 +197,6 @@ class TextJobConfig(JobFileConfig):
         return self
 
     @model_validator(mode="after")
-    def _has_predictions(self) -> Self:
-        if self.compute_metrics is not None and (self.dataset.packing or self.job == "embed"):
-            what = "job = embed" if self.job == "embed" else "dataset.packing = true"
-            raise ValueError(
-                f"compute_metrics is set, but {what} has no predictions; expected job = classify, sft or pretrain "
-                "without packing. Remove it"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _has_too_long_that_is_used(self) -> Self:
         data = self.dataset
         if self.job == "pretrain" and data.too_long != "truncate":

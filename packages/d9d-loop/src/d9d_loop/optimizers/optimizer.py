@@ -156,10 +156,7 @@ class OptimizerSettings(Section, ABC):
         plain = [(name, p) for name, p, role in members if not (decays_all or role != "vector")]
         lr = self.learning_rate if learning_rate is None else learning_rate
         decay = self.weight_decay if weight_decay is None else weight_decay
-        return [
-            {"params": decayed, "lr": lr, "weight_decay": decay},
-            {"params": plain, "lr": lr, "weight_decay": 0.0},
-        ]
+        return [{"params": decayed, "lr": lr, "weight_decay": decay}, {"params": plain, "lr": lr, "weight_decay": 0.0}]
 
 
 class _AdamSettings(OptimizerSettings, ABC):
@@ -241,11 +238,7 @@ class MuonConfig(OptimizerSettings):
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
         """Construct a Muon optimizer."""
         return optimizers.Muon(
-            groups,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            num_iterations=self.num_iterations,
-            scale=self.scale,
+            groups, momentum=self.momentum, nesterov=self.nesterov, num_iterations=self.num_iterations, scale=self.scale
         )
 
 

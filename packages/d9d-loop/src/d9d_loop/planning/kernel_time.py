@@ -69,14 +69,7 @@ def linear_seconds(
 
 
 def matmul_seconds(
-    hardware: Hardware,
-    m: float,
-    n: float,
-    k: float,
-    *,
-    batch: float = 1,
-    dtype: str = "bf16",
-    aligned: bool = True,
+    hardware: Hardware, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bf16", aligned: bool = True
 ) -> float:
     """Return the time of `batch` products of m x k and k x n matrices with 2 bytes per element."""
     device, fitted = hardware.device, hardware.fitted

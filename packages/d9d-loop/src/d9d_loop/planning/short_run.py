@@ -28,12 +28,7 @@ from d9d_pipeline.channel import Messages
 
 
 def short_runs(
-    plan: JobPlan,
-    *,
-    ranks: Sequence[int],
-    world_size: int,
-    num_microbatches: tuple[int, int],
-    precision: PrecisionName,
+    plan: JobPlan, *, ranks: Sequence[int], world_size: int, num_microbatches: tuple[int, int], precision: PrecisionName
 ) -> tuple[DryRun, ...]:
     """Return the same as `dry_run` for some ranks of a planned job and some microbatches, in less time.
 
