@@ -16,27 +16,50 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, final
 
 from oracle import MAIN_JOB, parse_cell
 from oracle_grid import DEGREES, Cell
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import Launch, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.events import BackwardDone, OptimizerDone, StepStarted
 from d9d_loop.planning import (
     Collective,
-    CollectiveLog,
     dry_run,
     gradient_bytes,
     optimizer_bytes,
     parameter_bytes,
     representatives,
 )
+from d9d_loop.planning.collective_log import collective_of
 from d9d_loop.testing import Experiment, Layout, parse_layout
 from d9d_loop.testing.oracle import experiment_trainer
 
 Trace = dict[str, Any]
+
+
+@final
+class CollectiveLog(TorchDispatchMode):
+    """Dispatch mode that records every collective of the body, with real or fake tensors.
+
+    Attributes:
+        entries: The collectives in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Collective] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        entry = collective_of(func, args, kwargs or {}, result)
+        if entry is not None:
+            self.entries.append(entry)
+        return result
 
 
 def _comparable(entries: Iterable[Collective], *, routed: bool) -> list[tuple[str, tuple[int, ...], int]]:

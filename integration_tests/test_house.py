@@ -432,7 +432,7 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 LINES = {
     "d9d-dist": 8900,
-    "d9d-loop": 35000,
+    "d9d-loop": 36500,
     "d9d-metrics": 3850,
     "d9d-modules": 9500,
     "d9d-moe": 3100,

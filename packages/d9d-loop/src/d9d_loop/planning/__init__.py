@@ -6,7 +6,6 @@ from d9d_dist.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from d9d_loop.planning.collective_log import Collective as Collective
-    from d9d_loop.planning.collective_log import CollectiveLog as CollectiveLog
     from d9d_loop.planning.decoder_shape import DecoderShape as DecoderShape
     from d9d_loop.planning.dry_runs import DryRun as DryRun
     from d9d_loop.planning.dry_runs import dry_run as dry_run

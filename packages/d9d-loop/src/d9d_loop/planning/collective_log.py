@@ -1,15 +1,14 @@
-"""Log of the collectives that code issues: operator, ranks of the group, and bytes, in call order."""
+"""Collectives that operators issue: name, ranks of the group, and bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 # Operators that transfer no data: `wait_tensor` waits for an earlier collective, `monitored_barrier_` is a barrier.
@@ -46,28 +45,6 @@ class Collective:
     name: str
     ranks: tuple[int, ...]
     num_bytes: int
-
-
-@final
-class CollectiveLog(TorchDispatchMode):
-    """Dispatch mode that records every collective of the body, with real or fake tensors.
-
-    Attributes:
-        entries: The collectives in the order of the calls.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[Collective] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        entry = collective_of(func, args, kwargs or {}, result)
-        if entry is not None:
-            self.entries.append(entry)
-        return result
 
 
 def collective_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Collective | None:
