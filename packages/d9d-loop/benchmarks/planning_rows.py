@@ -383,6 +383,8 @@ _SPARSE = {
         num_experts=128,
         top_k=4,
         expert_size=2880,
+        biased_experts=True,
+        window=128,
     ),
     "GPT OSS 20B": DecoderShape(
         vocab_size=201088,
@@ -395,9 +397,11 @@ _SPARSE = {
         num_experts=32,
         top_k=4,
         expert_size=2880,
+        biased_experts=True,
+        window=128,
     ),
 }
-"""Published sparse decoders. Every second layer of GPT OSS attends to 128 tokens; here all attend to the sequence."""
+"""Published sparse decoders."""
 
 
 def _whole_stages(layout: PlanLayout, shape: DecoderShape) -> PlanLayout:

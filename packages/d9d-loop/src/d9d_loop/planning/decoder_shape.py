@@ -26,6 +26,8 @@ class DecoderShape:
         shared_size: Inner size of the shared expert; 0 without.
         latent: Sizes of multi-head latent attention (query rank, key-value rank, rope size, value size); `None` for
             grouped-query attention.
+        biased_experts: True if the products of experts have biases, and their activation function clamps its inputs.
+        window: Number of keys to which each token attends in every second layer; 0 if all layers attend to all keys.
     """
 
     vocab_size: int
@@ -44,6 +46,8 @@ class DecoderShape:
     num_dense_layers: int = 0
     shared_size: int = 0
     latent: tuple[int, int, int, int] | None = None
+    biased_experts: bool = False
+    window: int = 0
 
     @classmethod
     def gpt(cls, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, length: int) -> "DecoderShape":

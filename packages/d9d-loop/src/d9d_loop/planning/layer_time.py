@@ -39,6 +39,15 @@ COLLECTIVE_OPERATORS = 3  # per tensor-parallel collective: checks, events and w
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
 """Bytes of a layer's pointwise operators, relative to one kernel for each norm, addition and activation function."""
 
+BIASED_EXPERT_PASSES = (17, 34)
+"""Reads and writes of an expert's inner rows for biases and a clamped gate, forward and backward, without fused kernels.
+
+Forward: add the bias and concatenate the experts' rows (2 x 2), clamp gate and value (2), scale, sigmoid and product of
+the gate (3), add one to the value (1), product (1), router's weight and cast (2), the two copies of halves (2), and
+bias and concatenation of the output (2). Backward: twice as many. A loop over experts runs them one by one; kernels that
+group the products compute them in place (Megatron-LM, `TEGroupedMLP`; Transformer Engine, `GroupedLinear`).
+"""
+
 LOSS_TRAFFIC: dict[Pointwise, tuple[int, int]] = {"eager": (14, 22), "fused": (38, 14), "compiled": (4, 4)}
 """Bytes per logit that the cross entropy moves in the forward and in the backward pass.
 
@@ -184,6 +193,10 @@ def _pointwise_bytes(
     # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
     # functions and softmax read a value more than in the forward pass.
     moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner) + 1.5 * core_bytes
+    if sparse and shape.biased_experts and not layout.groups_experts:
+        one = rows * shape.expert_size * 2 * 2
+        moved += BIASED_EXPERT_PASSES[0] * one
+        moved_backward += BIASED_EXPERT_PASSES[1] * one
     if layout.dtype != "bf16":
         # Quantization reads inputs of products, in the backward pass their output gradients, and writes them by rows
         # and by columns. Two of three inner products have the same input.
@@ -321,7 +334,7 @@ def _attention(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> t
         forward += matmul_seconds(hardware, queries, pv, s, batch=batch, aligned=aligned)
         # Scores: scale, mask and softmax (read, write), dropout (read, write, a mask of one byte).
         return forward, 2 * forward, batch * queries * s * (2 * 2 + (2 * 2 + 1 if layout.dropout else 0))
-    flops = 2 * b * heads * queries * s * (qk + pv) * (0.5 if layout.causal else 1.0)
+    flops = 2 * b * heads * queries * _mean_keys(shape, layout) * (qk + pv)
     tiles = b * heads * ceil(queries / 128)
     times = (
         attention_seconds(
@@ -336,6 +349,14 @@ def _attention(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> t
     )
     forward, backward = times
     return forward, backward, 0.0
+
+
+def _mean_keys(shape: DecoderShape, layout: PlanLayout) -> float:
+    """Return the number of keys that a token attends to, as a mean over tokens and layers."""
+    s, w = layout.length, min(shape.window, layout.length)
+    full = 0.5 * s if layout.causal else float(s)
+    # The first w tokens of a window see w / 2 keys on average.
+    return (full + w * (1 - w / (2 * s))) / 2 if w else full
 
 
 def _tensor_span(layout: PlanLayout, hardware: Hardware) -> Span:

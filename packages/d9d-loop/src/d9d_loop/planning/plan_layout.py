@@ -46,7 +46,7 @@ class PlanLayout:
         deduplicates_nodes: True if a token is sent to a node once, even if several ranks of the node have an expert for
             it.
         adjacent_experts: True if the experts of a token are consecutive, as a benchmark's router may choose them.
-        captured: True if kernels run as a captured graph, so that the host does not limit the step time.
+        captured: Share of the operators that run in captured graphs, so that the host does not launch them.
         overlaps_experts: True if the all-to-alls of experts overlap another microbatch's computation.
         overlaps_pipeline: True if sends between stages overlap computation.
         splits_transfers: True if each tensor-parallel rank sends only a part of the activations to the next stage.
@@ -98,7 +98,7 @@ class PlanLayout:
     groups_experts: bool = True
     deduplicates_nodes: bool = False
     adjacent_experts: bool = False
-    captured: bool = False
+    captured: float = 0.0
     overlaps_pipeline: bool = True
     splits_transfers: bool = True
     weight_bytes: float = 2

@@ -222,7 +222,7 @@ def _rank(
     The seconds include waits for the host. Launch-bound time is computed for layers and for the rest separately: the
     host cannot launch far ahead, because the loss and the sends of a microbatch synchronize.
     """
-    host = 0.0 if layout.captured else hardware.fitted.host_seconds
+    host = (1 - layout.captured) * hardware.fitted.host_seconds
     total, again, seconds, first = PassTime(), PassTime(), 0.0, 0.0
     for layer, count in zip(layers, layers_of(shape, layout, index), strict=True):
         one = layer.forward + layer.backward + layer.recompute
