@@ -419,6 +419,27 @@ _BRIDGE_CLUSTERS = {
 }
 
 
+# Microbatch sizes of the recipes that capture attention, router and preprocessing, by model and device.
+_PARTLY_CAPTURED = {
+    "Qwen3_30B_a3B": {"B200": 4, "B300": 8, "GB200": 4, "GB300": 8},
+    "Qwen3_235B_a22B": {"GB200": 1, "GB300": 2},
+    "DeepSeekV3": {"GB200": 1},
+    "GPT OSS 120B": {"B300": 4, "GB300": 4},
+}
+
+
+# Recipes before 26.06 with `moe_a2a_overlap`, by model, device and expert-parallel degree.
+_OVERLAPPED = (("DeepSeekV3", "DGX-B200", 32), ("Qwen3_235B_a22B", "DGX-H100", 32))
+
+
+def _captured(row: Row, *, is_new: bool) -> float:
+    """Return the share of operators in captured graphs: all, none, or about 0.7 if experts and dispatch are outside."""
+    device, model = row["gpu"].removeprefix("DGX-"), row["model"]
+    if is_new and (model, device) != ("GPT OSS 120B", "B300"):
+        return 1.0
+    return 0.7 if _number(row, "mbs") == _PARTLY_CAPTURED.get(model, {}).get(device) else 0.0
+
+
 def _bridge(row: Row) -> Measured | None:
     """Read a row of Megatron-Bridge: recipes with recomputation only of small modules, fused operators, bf16 gradients.
 
@@ -451,9 +472,9 @@ def _bridge(row: Row) -> Measured | None:
         dtype={"BF16": "bf16", "NVFP4": "fp4"}.get(row["precision"], "fp8"),
         attention_speed=2,
         groups_experts=is_new,
-        overlaps_experts=is_new,
-        captured=is_new,
-        deduplicates_nodes=True,
+        overlaps_experts=is_new or (row["model"], row["gpu"], degrees["ep"]) in _OVERLAPPED,
+        captured=_captured(row, is_new=is_new),
+        deduplicates_nodes=(row["model"], row["gpu"]) != ("Qwen3_235B_a22B", "DGX-H100"),
         shards_experts=False,
         splits_shared_experts=True,
     )
