@@ -68,7 +68,7 @@ HELD_OUT = ("MT-NLG",)
 
 def predict(row: Measured, hardware: Hardware) -> float:
     """Return the predicted step time, of the fastest layout if the source does not state the layout."""
-    return min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
+    return row.passes * min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
 
 
 def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:

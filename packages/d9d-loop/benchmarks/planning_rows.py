@@ -26,6 +26,7 @@ class Measured:
         tuned: The layout; if the source does not state it, the layouts from which the authors chose the fastest.
         seconds: Measured step time; `None` without one.
         memory: Measured peak memory in bytes; `None` without one.
+        passes: Number of times that a step runs the pipeline with the microbatches of `tuned`, and empties it.
         counted: Name of the value of `Memory` that the source measured or computed.
     """
 
@@ -37,6 +38,7 @@ class Measured:
     memory: float | None
     row: Row
     counted: str = "reserved"
+    passes: int = 1
 
     @property
     def unstated(self) -> tuple[str, ...]:
@@ -488,7 +490,7 @@ def _automodel(row: Row) -> Measured | None:
 
     Full recomputation and attention of Transformer Engine; GPT OSS without recomputation and with FlexAttention. The
     benchmark's router gives a token consecutive experts. If the source does not state the expert-parallel degree, it is
-    the data-parallel degree. Rows of adapters (LoRA), all with Qwen2.5, and models with layers other than attention and
+    the data-parallel degree. Pipelines run local batches of 8 samples one after another. Rows of adapters (LoRA), all with Qwen2.5, and models with layers other than attention and
     feed-forward are not read.
     """
     names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B", "Kimi K2": "Kimi_K2"}
@@ -500,9 +502,12 @@ def _automodel(row: Row) -> Measured | None:
     if shape.num_experts and row["ep"] in ("", "-"):
         degrees["ep"] = degrees["dp"]
     is_gpt = name.startswith("GPT")
+    batch, passes = _batch(row, degrees["dp"]), 1
+    if degrees["pp"] > 1:
+        passes, batch["num_microbatches"] = batch["num_microbatches"] // 8, 8
     layout = PlanLayout(
         **degrees,
-        **_batch(row, degrees["dp"]),
+        **batch,
         stages_per_rank=_number(row, "vp"),
         recompute="none" if is_gpt else "full",
         attention_speed=1 if is_gpt else 2,
@@ -510,7 +515,7 @@ def _automodel(row: Row) -> Measured | None:
         adjacent_experts=True,
         groups_experts=False,
     )
-    return Measured("AutoModel", "h100-dgx", shape, (layout,), float(row["step_s"]), None, row)
+    return Measured("AutoModel", "h100-dgx", shape, (layout,), float(row["step_s"]), None, row, passes=passes)
 
 
 def _meta(row: Row) -> Measured | None:

@@ -39,13 +39,13 @@ COLLECTIVE_OPERATORS = 3  # per tensor-parallel collective: checks, events and w
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
 """Bytes of a layer's pointwise operators, relative to one kernel for each norm, addition and activation function."""
 
-BIASED_EXPERT_PASSES = (17, 34)
-"""Reads and writes of an expert's inner rows for biases and a clamped gate, forward and backward, without fused kernels.
+BIAS_PASSES, CLAMPED_GATE_PASSES = 6, 11
+"""Reads and writes of the inner rows of experts in a forward pass, for biases and for a clamped gate. Backward: twice.
 
-Forward: add the bias and concatenate the experts' rows (2 x 2), clamp gate and value (2), scale, sigmoid and product of
-the gate (3), add one to the value (1), product (1), router's weight and cast (2), the two copies of halves (2), and
-bias and concatenation of the output (2). Backward: twice as many. A loop over experts runs them one by one; kernels that
-group the products compute them in place (Megatron-LM, `TEGroupedMLP`; Transformer Engine, `GroupedLinear`).
+Biases of the inner rows: add and concatenate gate and value (2 x 2); of the outputs: add and concatenate (2). Kernels of
+grouped products leave them to separate operators (Megatron-LM, `TEGroupedMLP._apply_bias`). The gate: copies of gate and
+value (2), clamp both (2), scale, sigmoid and product of the gate (3), add one to the value (1), product (1), the
+router's weight and a cast (2); grouped experts have a fused kernel for it.
 """
 
 LOSS_TRAFFIC: dict[Pointwise, tuple[int, int]] = {"eager": (14, 22), "fused": (38, 14), "compiled": (4, 4)}
@@ -193,10 +193,10 @@ def _pointwise_bytes(
     # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
     # functions and softmax read a value more than in the forward pass.
     moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner) + 1.5 * core_bytes
-    if sparse and shape.biased_experts and not layout.groups_experts:
-        one = rows * shape.expert_size * 2 * 2
-        moved += BIASED_EXPERT_PASSES[0] * one
-        moved_backward += BIASED_EXPERT_PASSES[1] * one
+    if sparse and shape.biased_experts:
+        passes = BIAS_PASSES + (0 if layout.groups_experts else CLAMPED_GATE_PASSES)
+        moved += passes * rows * shape.expert_size * 2 * 2
+        moved_backward += 2 * passes * rows * shape.expert_size * 2 * 2
     if layout.dtype != "bf16":
         # Quantization reads inputs of products, in the backward pass their output gradients, and writes them by rows
         # and by columns. Two of three inner products have the same input.
