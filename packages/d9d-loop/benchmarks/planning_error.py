@@ -1,6 +1,6 @@
 """Error of the planner on published measurements, as JSON, by a cross-validation with held-out rows.
 
-    python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123]
+    python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123 | --models]
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
 
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of each group of its cluster, or
@@ -104,7 +104,8 @@ def naive_rate(rows: Sequence[Measured]) -> float:
 def _flops(row: Measured) -> float:
     layout = row.tuned[0]
     again = 4 / 3 if layout.recompute == "full" else 1.0
-    return row.shape.flops_per_token(layout.length, causal=False) * layout.global_tokens / layout.world_size * again
+    tokens = row.passes * layout.global_tokens / layout.world_size
+    return row.shape.flops_per_token(layout.length, causal=False) * tokens * again
 
 
 def summary(rows: Sequence[Measured], predicted: Sequence[float], hardware: Hardware) -> dict[str, Any]:
@@ -155,18 +156,25 @@ def _half_width(errors: Sequence[float]) -> float:
     return sorted(map(abs, errors))[ceil(0.9 * len(errors)) - 1]
 
 
-def cross_validated(groups: Sequence[Sequence[Measured]], folds: int, seed: int) -> list[tuple[Measured, float]]:
-    """Return the rows of a cluster's groups, each with its prediction by constants fitted to the other folds."""
-    parts: list[list[list[Measured]]] = [[] for _ in range(folds)]
-    for rows in groups:
-        shuffled = random.Random(seed).sample(list(rows), len(rows))  # noqa: S311  (no cryptography)
-        for place in range(folds):
-            parts[place].append(shuffled[place::folds])
+def random_parts(groups: Sequence[Sequence[Measured]], folds: int, seed: int) -> list[list[list[Measured]]]:
+    """Return the rows of each fold, by group."""
+    shuffled = [random.Random(seed).sample(list(rows), len(rows)) for rows in groups]  # noqa: S311  (no cryptography)
+    return [[rows[place::folds] for rows in shuffled] for place in range(folds)]
+
+
+def parts_of_models(groups: Sequence[Sequence[Measured]]) -> list[list[list[Measured]]]:
+    """Return folds with the rows of one model each."""
+    models = dict.fromkeys(row.shape for rows in groups for row in rows)
+    return [[[row for row in rows if row.shape == shape] for rows in groups] for shape in models]
+
+
+def cross_validated(parts: list[list[list[Measured]]], seed: int) -> list[tuple[Measured, float]]:
+    """Return the rows of all folds, each with its prediction by constants fitted to the other folds."""
     found = []
     for place, part in enumerate(parts):
         others = [
             row
-            for index in range(len(groups))
+            for index in range(len(part))
             for row in _at_most([row for other in parts if other is not part for row in other[index]], 80, seed + place)
         ]
         hardware = fit(others, Hardware.load(others[0].cluster))
@@ -208,6 +216,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", help="part of the name of a cluster")
     parser.add_argument("--folds", type=int, default=5, help="number of folds of the cross-validation")
+    parser.add_argument("--models", action="store_true", help="hold out the rows of one model at a time")
     parser.add_argument("--seed", type=int, default=20261123, help="seed of the folds and of the choice of rows")
     parser.add_argument(
         "--shared", action="store_true", help="fit one set of constants to all groups on the same hardware"
@@ -236,7 +245,8 @@ def main() -> None:
         elif sum(map(len, fitted)) < options.folds:
             continue
         else:
-            found = cross_validated(fitted, options.folds, options.seed)
+            parts = parts_of_models(fitted) if options.models else random_parts(fitted, options.folds, options.seed)
+            found = cross_validated(parts, options.seed)
         predicted = [[pair for pair in found if pair[0].group == name] for name in members]
         for pairs in filter(None, predicted):
             rows, values = zip(*pairs, strict=True)

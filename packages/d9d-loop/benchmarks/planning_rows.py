@@ -490,8 +490,8 @@ def _automodel(row: Row) -> Measured | None:
 
     Full recomputation and attention of Transformer Engine; GPT OSS without recomputation and with FlexAttention. The
     benchmark's router gives a token consecutive experts. If the source does not state the expert-parallel degree, it is
-    the data-parallel degree. Pipelines run local batches of 8 samples one after another. Rows of adapters (LoRA), all with Qwen2.5, and models with layers other than attention and
-    feed-forward are not read.
+    the data-parallel degree. Pipelines run local batches of 8 samples one after another. Rows of adapters (LoRA), all
+    with Qwen2.5, and models with layers other than attention and feed-forward are not read.
     """
     names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B", "Kimi K2": "Kimi_K2"}
     name = names.get(row["model"], row["model"].replace("-OSS", " OSS"))

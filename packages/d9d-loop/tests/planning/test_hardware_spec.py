@@ -14,6 +14,29 @@ def test_every_description_is_valid(name: str) -> None:
     assert Hardware.load(name).device.peak_flops["bf16"] > 1e14
 
 
+# Physical bounds of the fitted constants; `benchmarks/planning_error.py` fits within the same ones.
+_BOUNDS = {
+    "matmul_efficiency": (0.4, 1.0),
+    "attention_efficiency": (0.2, 0.8),
+    "memory_efficiency": (0.6, 0.95),
+    "host_seconds": (4e-6, 1e-4),
+    "link_efficiency": (0.2, 1.0),
+    "network_efficiency": (0.2, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_constants_are_within_physical_bounds_and_say_how_many_rows_they_come_from(name: str) -> None:
+    hardware = Hardware.load(name)
+    for constant, (low, high) in _BOUNDS.items():
+        assert low <= getattr(hardware.fitted, constant) <= high, constant
+    text = files("d9d_loop.planning").joinpath(f"hardware/{name}.toml").read_text()
+    comment = text.partition("[fitted]")[2].splitlines()[0]
+    # Files without own rows name the hardware whose constants they have, or say that they are estimates.
+    expected = f"# Fitted to {hardware.fitted_rows} rows of " if hardware.fitted_rows else "# Not fitted: "
+    assert comment.strip().startswith(expected)
+
+
 def test_a_cluster_has_six_fitted_constants() -> None:
     assert len(Fitted.model_fields) == 6
 

@@ -57,6 +57,28 @@ def test_a_product_for_each_expert_takes_longer_and_launches_more_operators() ->
     assert more - fewer == 2 * (64 / 8 - 64 / 16)
 
 
+def test_every_second_layer_attends_to_a_window() -> None:
+    """Without a window, a token sees 2048 keys on average; in a window of 128, 128 but for the first tokens."""
+    whole, windowed = (
+        layer_time(replace(SPARSE, window=each), LAYOUT, HARDWARE, sparse=True).forward.attention for each in (0, 128)
+    )
+    gap = HARDWARE.device.kernel_seconds
+    assert (windowed - gap) / (whole - gap) == pytest.approx((2048 + 128 - 128**2 / 2 / 4096) / 2 / 2048)
+
+
+@pytest.mark.parametrize(("grouped", "passes"), [(True, 6), (False, 17)])
+def test_biases_and_clamped_gates_read_and_write_the_rows_of_experts(grouped: bool, passes: int) -> None:
+    """Each of the 4096 tokens of a rank has 8 rows of 768 values, which a pass reads and writes with 2 bytes each."""
+    plain, biased = (
+        layer_time(replace(SPARSE, biased_experts=each), replace(LAYOUT, groups_experts=grouped), HARDWARE, sparse=True)
+        for each in (False, True)
+    )
+    roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
+    one = 4096 * 8 * 768 * 2 * 2 / roof
+    assert biased.forward.pointwise - plain.forward.pointwise == pytest.approx(passes * one)
+    assert biased.backward.pointwise - plain.backward.pointwise == pytest.approx(2 * passes * one)
+
+
 def test_tokens_cross_the_network_once_for_each_node() -> None:
     """With 2 nodes, nearly every token has experts on 5 ranks of the other node; 1 row is sent instead of 5."""
     rows, nodes, adjacent = (

@@ -77,6 +77,11 @@ class Hardware(_Part):
     links: Links
     network: Network
     fitted: Fitted
+    fitted_rows: int = Field(
+        default=0,
+        ge=0,
+        description="Number of measured steps to which the constants were fitted; 0 if they were not fitted to steps.",
+    )
     dense_error: float = Field(
         default=0.15,
         gt=0,

@@ -42,10 +42,10 @@ POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compil
 BIAS_PASSES, CLAMPED_GATE_PASSES = 6, 11
 """Reads and writes of the inner rows of experts in a forward pass, for biases and for a clamped gate. Backward: twice.
 
-Biases of the inner rows: add and concatenate gate and value (2 x 2); of the outputs: add and concatenate (2). Kernels of
-grouped products leave them to separate operators (Megatron-LM, `TEGroupedMLP._apply_bias`). The gate: copies of gate and
-value (2), clamp both (2), scale, sigmoid and product of the gate (3), add one to the value (1), product (1), the
-router's weight and a cast (2); grouped experts have a fused kernel for it.
+Biases of the inner rows: add and concatenate gate and value (2 x 2); of the outputs: add and concatenate (2). Grouped
+products leave them to separate operators (Megatron-LM, `TEGroupedMLP._apply_bias`). The gate: copies of gate and value
+(2), clamp both (2), scale, sigmoid and product of the gate (3), add one to the value (1), product (1), the router's
+weight and a cast (2); grouped experts have a fused kernel for it.
 """
 
 LOSS_TRAFFIC: dict[Pointwise, tuple[int, int]] = {"eager": (14, 22), "fused": (38, 14), "compiled": (4, 4)}
