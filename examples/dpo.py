@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune_lora import Lora
+from finetune_lora import Lora, lora_decoder
 from pydantic import PositiveInt
-from sft_chat import WORDINGS, byte_chat, documented, lora_decoder
+from source_docstrings import WORDINGS, byte_chat, documented
 from source_text import Text
 from torch.utils.data import default_collate
 

@@ -69,13 +69,17 @@ def export(done: Finished, provider: LoraDecoder, source: Path, found: Mapping[s
         print(json.dumps(summary))
 
 
-def main() -> None:
-    config = FinetuneConfig.from_cli(Path(__file__).with_suffix(".toml"))
-    source = config.initial_weights
+def lora_decoder(source: Path | None, lora: Lora) -> tuple[LoraDecoder, Path]:
+    """Return the model that pretrain.py exported, with adapters, and the folder of its weights."""
     if source is None or not source.is_dir():
         raise UserError(f"initial_weights = {source} does not exist; run examples/pretrain.py first.")
     params = QWEN3.read(read_config_file(source / "config.json"))
-    provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
+    return LoraDecoder(Decoder(params), LoRA(**lora.model_dump())), source
+
+
+def main() -> None:
+    config = FinetuneConfig.from_cli(Path(__file__).with_suffix(".toml"))
+    provider, source = lora_decoder(config.initial_weights, config.lora)
     trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextTokenTask())
     trainer.events.on(Finished, lambda done: export(done, provider, source))
     trainer.train()

@@ -5,72 +5,28 @@ several wordings, one of which is held out. The script asks the model held-out q
 exports the merged model.
 """
 
-import ast
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from operator import eq
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-from finetune_lora import FinetuneConfig, Lora, LoraDecoder, export
-from pretrain import Decoder
+from finetune_lora import FinetuneConfig, export, lora_decoder
 from pydantic import Field, JsonValue, PositiveInt
+from source_docstrings import LONGEST, WORDINGS, byte_chat, documented
 from source_text import Text
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 
-from d9d_dist import UserError
-from d9d_loop import Finished, Trainer, cli_main, read_config_file
-from d9d_loop.data import ChatData, ChatTemplate, ChatTokenizer
+from d9d_loop import Finished, Trainer, cli_main
+from d9d_loop.data import ChatData
 from d9d_loop.tasks import NextTokenTask
-from d9d_modules import QWEN3, generate
-from d9d_peft import LoRA
-
-WORDINGS = ("What does {} do?", "What is {} for?", "Explain {}.")
-LONGEST = 100  # bytes of an answer
-END = "<|end|>"
-TEMPLATE = """{%- for message in messages -%}
-{{ ('Q: ' + message.content if message.role == 'user' else 'A: ' + message.content + '<|end|>') + '\n' }}
-{%- endfor -%}
-{{- 'A: ' if add_generation_prompt else '' -}}"""
+from d9d_modules import generate
 
 
 class SftConfig(FinetuneConfig):
     question: str = Field("What is shutil.rmtree for?", description="Held-out question whose answer is printed.")
     num_asked: PositiveInt = Field(64, description="Number of held-out questions that are asked at the end.")
-
-
-def byte_chat() -> ChatTokenizer:
-    """Return a byte tokenizer as in pretrain.py; byte 0, which the text does not contain, ends an answer."""
-    printable = {
-        *range(33, 127),
-        *range(161, 173),
-        *range(174, 256),
-    }  # the others are written as characters from 256 on
-    others = [byte for byte in range(256) if byte not in printable]
-    vocab = {chr(256 + others.index(byte)) if byte in others else chr(byte): byte for byte in range(1, 256)}
-    tokenizer = Tokenizer(models.BPE(vocab={END: 0, **vocab}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True)])
-    return ChatTokenizer(tokenizer, ChatTemplate(TEMPLATE))
-
-
-def documented(text: Text) -> dict[str, str]:
-    """Return the first sentence of the docstring of each public function, by `module.function`."""
-    found = {}
-    for path in sorted(text.folder.glob(text.pattern)):
-        with suppress(SyntaxError):  # some files of lib2to3 contain syntax errors on purpose
-            for node in ast.parse(path.read_bytes()).body:
-                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                    paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-                    sentence = re.split(r"(?<=\.)\s", paragraph)[0]
-                    if 10 < len(sentence) <= LONGEST and sentence.endswith("."):
-                        found[f"{path.stem}.{node.name}"] = sentence
-    return found
 
 
 def conversations(text: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -113,14 +69,6 @@ def report(done: Finished, held_out: Sequence[Mapping[str, Any]], question: str)
     if done.ctx.is_main_process:
         print(f"{question}\n{answer}\n")
     return {"exact_answers": sum(map(eq, given, expected)) / len(given), "question": question, "answer": answer}
-
-
-def lora_decoder(source: Path | None, lora: Lora) -> tuple[LoraDecoder, Path]:
-    """Return the model of pretrain.py with adapters, and the folder of its weights."""
-    if source is None or not source.is_dir():
-        raise UserError(f"initial_weights = {source} does not exist; run examples/pretrain.py first.")
-    params = QWEN3.read(read_config_file(source / "config.json"))
-    return LoraDecoder(Decoder(params), LoRA(**lora.model_dump())), source
 
 
 def main() -> None:
