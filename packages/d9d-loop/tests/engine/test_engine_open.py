@@ -150,3 +150,19 @@ def test_the_policy_roll_back_is_refused_by_engines(tmp_path: Path) -> None:
     refused = pytest.raises(UserError, match=r'bad_steps\.spike = "roll_back", but an engine cannot repeat')
     with refused, opened(tmp_path, bad_steps={"spike": "roll_back"}):
         pass
+
+
+def test_an_engine_has_the_options_of_a_job_for_its_model(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"freeze": ["bias"], "precision": "autocast", "compile": "eager"}
+    with opened(tmp_path, **settings) as engine:
+        before = {name: each.clone() for name, each in engine.model.named_parameters()}
+        take_step(engine)
+        changed = {name for name, each in engine.model.named_parameters() if not torch.equal(each, before[name])}
+    assert changed == {"weight"}
+    for settings, message in (
+        ({"freeze": ["gamma"]}, "freeze: 'gamma' matches no parameter"),
+        ({"activation_checkpointing": "blocks"}, "activation_checkpointing = 'blocks' matches no module"),
+        ({"compile": "fast"}, "fast"),
+    ):
+        with pytest.raises(UserError, match=message), opened(tmp_path, **settings):
+            pass

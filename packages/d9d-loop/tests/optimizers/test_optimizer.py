@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import assert_trees_close, full_parameters, run_ranks
 from d9d_loop import AdamWConfig, TrainerConfig, validate_config
+from d9d_loop.engine.optimizer_fit import optimizer_provider
 from d9d_loop.optimizers import JoinedOptimizer, Lion, LocalSGD, Muon
 from d9d_loop.optimizers.optimizer import (
     GroupConfig,
@@ -69,6 +70,42 @@ def test_groups_have_their_own_settings() -> None:
         (["1.bias"], 0.1, 0.4),
         (["2.weight"], 0.1, 0.0),
     ]
+
+
+class _Decoder(nn.Module):
+    def __init__(self, layers: range = range(2), *, is_whole: bool = True) -> None:
+        super().__init__()
+        if is_whole:
+            self.embed = nn.Embedding(4, 3)
+        self.blocks = nn.ModuleDict({str(each): nn.Linear(3, 3) for each in layers})
+        self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 4, bias=False)
+
+
+def test_layers_below_the_head_have_lower_rates() -> None:
+    config = AdamWConfig(learning_rate=1.0, weight_decay=0.2, layer_decay=0.5)
+    assert _members(config.build(_Decoder())) == [
+        (["head.weight"], 1.0, 0.2),
+        (["norm.weight", "norm.bias"], 1.0, 0.0),
+        (["blocks.1.weight"], 0.5, 0.2),
+        (["blocks.1.bias"], 0.5, 0.0),
+        (["blocks.0.weight"], 0.25, 0.2),
+        (["blocks.0.bias"], 0.25, 0.0),
+        (["embed.weight"], 0.125, 0.2),
+    ]
+
+
+def test_a_stage_has_the_rates_of_the_whole_model() -> None:
+    build = optimizer_provider(None, AdamWConfig(learning_rate=1.0, layer_decay=0.5), _Decoder())
+    stage = _Decoder(range(1), is_whole=False)
+    del stage.norm, stage.head
+    assert {group["lr"] for group in build(stage).param_groups} == {0.25}
+
+
+def test_the_rate_of_a_group_decays_too() -> None:
+    groups = (GroupConfig(pattern=r"blocks\.1|embed", learning_rate=4.0, weight_decay=0.1),)
+    config = AdamWConfig(learning_rate=1.0, layer_decay=0.5, groups=groups)
+    rates = {name: rate for names, rate, _ in _members(config.build(_Decoder())) for name in names}
+    assert (rates["blocks.1.bias"], rates["embed.weight"], rates["blocks.0.bias"]) == (2.0, 0.5, 0.25)
 
 
 def test_vectors_decay_if_configured() -> None:

@@ -5,7 +5,10 @@ from pydantic import Field, PositiveInt
 from d9d_dist import MeshConfig
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.config.trainer_config import (
+    ActivationCheckpointing,
     AverageConfig,
+    CompileBackend,
+    Freeze,
     GradientConfig,
     InitialWeights,
     JobConfig,
@@ -38,6 +41,9 @@ class EngineConfig(JobConfig):
     health: HealthConfig = HealthConfig.model_validate({})
     timeouts: TimeoutConfig = TimeoutConfig.model_validate({})
     initial_weights: InitialWeights = None
+    freeze: Freeze = ()
+    activation_checkpointing: ActivationCheckpointing = None
+    compile: CompileBackend = None
     progress: bool = Field(
         default=True, description="Show the progress of reading weights if the output is a terminal."
     )

@@ -32,7 +32,21 @@ TrainingPrecision: TypeAlias = Annotated[
 InitialWeights: TypeAlias = Annotated[
     Path | None, Field(description="Folder in the Hugging Face layout with the initial weights; null: random weights.")
 ]
-
+Freeze: TypeAlias = Annotated[
+    tuple[str, ...],
+    Field(description="Regular expressions, searched in the names of parameters, which are not trained."),
+]
+ActivationCheckpointing: TypeAlias = Annotated[
+    str | None,
+    Field(
+        description="Modules whose activations are recomputed in backward: blocks, for the modules of the outermost "
+        "lists of modules, or a regular expression for their whole names; null: none."
+    ),
+]
+CompileBackend: TypeAlias = Annotated[
+    str | None,
+    Field(description="Backend of `torch.compile` for the model's forward, such as inductor; null: no compilation."),
+]
 AverageConfig: TypeAlias = Annotated[
     Ema | None,
     Field(description="Exponential moving average of the weights, which evaluations and the export use; null: none."),
@@ -333,18 +347,9 @@ class TrainerConfig(JobConfig):
         default=(JsonlTrackerConfig(),), description="Trackers that receive the metrics."
     )
     initial_weights: InitialWeights = None
-    freeze: tuple[str, ...] = Field(
-        default=(), description="Regular expressions, searched in the names of parameters, which are not trained."
-    )
-    activation_checkpointing: str | None = Field(
-        default=None,
-        description="Modules whose activations are recomputed in backward: blocks, for the modules of the outermost "
-        "lists of modules, or a regular expression for their whole names; null: none.",
-    )
-    compile: str | None = Field(
-        default=None,
-        description="Backend of `torch.compile` for the model's forward, such as inductor; null: no compilation.",
-    )
+    freeze: Freeze = ()
+    activation_checkpointing: ActivationCheckpointing = None
+    compile: CompileBackend = None
     rehearsal: bool = Field(
         default=True,
         description="Run the first microbatch on fake tensors before the job starts, to find mistakes in its code.",

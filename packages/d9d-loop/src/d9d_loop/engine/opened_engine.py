@@ -13,7 +13,9 @@ from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.engine.optimizer_fit import optimizer_provider
 from d9d_loop.engine.start import agree_on_start, build_training
 from d9d_loop.event_bus import Events
+from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_check import check_trained_dtypes
+from d9d_loop.model.model_options import ModelOptions
 from d9d_loop.model.model_plan import plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -40,6 +42,8 @@ def opened_engine(
     """
     provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
     _check_bad_steps(config)
+    if config.compile is not None:
+        check_backend(config.compile)
     check_local_tiers(config.tiers, section="tiers")
     check_writable(config.run.dir)
     launch, schedule = read_launch(), pipeline_schedule or config.pipeline_schedule.build()
@@ -54,6 +58,7 @@ def opened_engine(
         seed=config.seed,
         task=task,
         first_batch=None,
+        options=ModelOptions(config.freeze, config.activation_checkpointing),
     ).with_weights("initial_weights", config.initial_weights or provider.initial_weights)
     check_trained_dtypes(plan.built.module)
     build_optimizer = optimizer_provider(optimizer, config.optimizer, plan.built.module)
@@ -68,6 +73,7 @@ def opened_engine(
             average=config.average,
             bad_steps=config.bad_steps,
             progress=config.progress,
+            compile_with=config.compile,
         )
         training.pipeline.shared.copy_values()
         events = Events(seed=config.seed)

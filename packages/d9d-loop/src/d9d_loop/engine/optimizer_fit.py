@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import UserError, parameter_roles
-from d9d_loop.optimizers.optimizer import OptimizerProvider, OptimizerSettings
+from d9d_loop.optimizers.optimizer import OptimizerProvider, OptimizerSettings, layer_depths
 
 
 def optimizer_provider(
@@ -25,7 +25,7 @@ def optimizer_provider(
         return given
     config.check(whole)
     # A stage need not match every parameter group: the groups are checked on the whole model.
-    return partial(config.build, whole=False, roles=parameter_roles(whole))
+    return partial(config.build, whole=False, roles=parameter_roles(whole), depths=layer_depths(whole))
 
 
 def check_optimizer(built: object) -> Optimizer:

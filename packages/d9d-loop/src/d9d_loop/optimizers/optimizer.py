@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 class Member(NamedTuple):
-    """Trainable parameter of a model, with its canonical name and its role."""
+    """Trainable parameter of a model, with its canonical name, its role, and the number of layers above its own."""
 
     name: str
     parameter: "Tensor"
     role: "ParameterRole"
+    depth: int = 0
 
 
 OptimizerProvider: TypeAlias = Callable[["nn.Module"], "Optimizer"]
@@ -82,6 +83,12 @@ class OptimizerSettings(Section, ABC):
         description="Parameters with weight decay: all, or only matrices (including embeddings and filters of "
         "convolutions, excluding norms, biases, and what the model names in `no_weight_decay`).",
     )
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Factor of the learning rate for each layer below the head, as in BEiT and timm; 1: equal rates.",
+    )
     groups: tuple[GroupConfig, ...] = Field(
         default=(), description="Parameters with another learning rate, decay or optimizer; the first match applies."
     )
@@ -91,7 +98,12 @@ class OptimizerSettings(Section, ABC):
 
     @final
     def build(
-        self, model: "nn.Module", *, whole: bool = True, roles: "Mapping[str, ParameterRole] | None" = None
+        self,
+        model: "nn.Module",
+        *,
+        whole: bool = True,
+        roles: "Mapping[str, ParameterRole] | None" = None,
+        depths: Mapping[str, int] | None = None,
     ) -> "Optimizer":
         """Build the optimizer; a `JoinedOptimizer` if groups use other optimizers.
 
@@ -103,12 +115,14 @@ class OptimizerSettings(Section, ABC):
                 pipeline stage, and call `check` on the whole model.
             roles: Roles of the parameters of the whole model before it was parallelized, by canonical name; by default
                 those of `model`.
+            depths: `layer_depths` of the whole model; by default those of `model`.
 
         Raises:
             UserError: If `whole` is True and a group matches no parameter, or an optimizer does not support a
                 parameter.
         """
-        first, *others = self._optimizers(_trainable(model, roles or {}), whole=whole)
+        members = _trainable(model, roles or {}, layer_depths(model) if depths is None else depths)
+        first, *others = self._optimizers(members, whole=whole)
         return optimizers.JoinedOptimizer([first, *others]) if others else first
 
     @final
@@ -145,18 +159,23 @@ class OptimizerSettings(Section, ABC):
     def _groups(
         self, members: list[Member], *, learning_rate: float | None = None, weight_decay: float | None = None
     ) -> list[dict[str, Any]]:
-        """Return two parameter groups: parameters with weight decay, and parameters without.
+        """Return parameter groups for each learning rate: parameters with weight decay, and parameters without.
 
-        An override of the weight decay also applies to vectors.
+        The highest rate comes first. An override of the weight decay also applies to vectors.
         """
         if self.only_matrices and (wrong := [each for each in members if each.role != "matrix"]):
             raise UserError(_explain_matrices(wrong))
         decays_all = self.decays == "all" or weight_decay is not None
-        decayed = [(name, p) for name, p, role in members if decays_all or role != "vector"]
-        plain = [(name, p) for name, p, role in members if not (decays_all or role != "vector")]
         lr = self.learning_rate if learning_rate is None else learning_rate
         decay = self.weight_decay if weight_decay is None else weight_decay
-        return [{"params": decayed, "lr": lr, "weight_decay": decay}, {"params": plain, "lr": lr, "weight_decay": 0.0}]
+        chosen: dict[tuple[int, bool], list[tuple[str, Tensor]]] = {(0, False): []}
+        for name, parameter, role, depth in members:
+            key = 0 if self.layer_decay == 1 else depth, not decays_all and role == "vector"
+            chosen.setdefault(key, []).append((name, parameter))
+        return [
+            {"params": params, "lr": lr * self.layer_decay**depth, "weight_decay": 0.0 if is_plain else decay}
+            for (depth, is_plain), params in sorted(chosen.items(), key=lambda each: each[0])
+        ]
 
 
 class _AdamSettings(OptimizerSettings, ABC):
@@ -327,7 +346,30 @@ def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
     return {"foreach": True} if on_cpu else {"fused": True}
 
 
-def _trainable(model: "nn.Module", roles: "Mapping[str, ParameterRole]") -> list[Member]:
+def layer_depths(model: "nn.Module") -> dict[str, int]:
+    """Return the number of layers above each parameter's own, by canonical name.
+
+    Layers are the blocks of numbered modules, what is before them, and what is after them, such as a final norm and the
+    head. A model of timm groups its layers itself.
+    """
+    from d9d_dist import canonical_name  # noqa: PLC0415 - imports torch
+
+    layers, layer, block = dict[str, int](), 0, None
+    if hasattr(model, "group_matcher"):
+        from timm.models import group_parameters  # noqa: PLC0415 - the model is one of timm
+
+        timm_model: Any = model
+        layers = group_parameters(model, timm_model.group_matcher(coarse=False), reverse=True)
+    for name in () if layers else map(canonical_name, dict(model.named_parameters())):
+        found = re.match(r"(.*?\.)?\d+(?=\.)", name)
+        layer += bool(layers) and block != (found and found.group())
+        block = found and found.group()
+        layers[name] = layer
+    top = max(layers.values(), default=0)
+    return {name: top - layer for name, layer in layers.items()}
+
+
+def _trainable(model: "nn.Module", roles: "Mapping[str, ParameterRole]", depths: Mapping[str, int]) -> list[Member]:
     from d9d_dist import canonical_name, parameter_roles  # noqa: PLC0415 - imports torch
 
     own = parameter_roles(model)
@@ -338,12 +380,15 @@ def _trainable(model: "nn.Module", roles: "Mapping[str, ParameterRole]") -> list
         for name, parameter in module.named_parameters(recurse=False)
     }
     named = ((canonical_name(name), each) for name, each in model.named_parameters() if each.requires_grad)
-    return [Member(name, each, roles[name] if name in roles else owners[id(each)]) for name, each in named]
+    return [
+        Member(name, each, roles[name] if name in roles else owners[id(each)], depths.get(name, 0))
+        for name, each in named
+    ]
 
 
 def optimizer_kinds(config: OptimizerSettings, model: "nn.Module") -> dict[str, str]:
     """Return the kind of optimizer that updates each trainable parameter, by canonical name."""
-    return _kinds(config, _trainable(model, {}))
+    return _kinds(config, _trainable(model, {}, {}))
 
 
 def _kinds(config: Any, members: list[Member]) -> dict[str, str]:
@@ -372,7 +417,7 @@ def assign(members: list[Member], groups: Sequence[GroupConfig], *, whole: bool 
 
 
 def _explain_matrices(wrong: list[Member]) -> str:
-    shown = shorten(f"{name} {list(parameter.shape)}" for name, parameter, _ in wrong)
+    shown = shorten(f"{name} {list(parameter.shape)}" for name, parameter, *_ in wrong)
     return (
         f"Muon updates matrices, but got {shown}, which are no matrices. Use another optimizer for them: "
         '[[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
@@ -386,7 +431,7 @@ def _explain(members: list[Member], group: GroupConfig) -> str:
             f"{shown} gets no parameter, because earlier groups match all of them; "
             "expected at least one. Move it before them, or remove it."
         )
-    names = [name for name, _, _ in members]
+    names = [each.name for each in members]
     return (
         f"{shown} matches no trainable parameter; expected at least one of "
         f"{shorten(names)}. Correct the pattern, which is searched in these names, or remove the "
