@@ -34,6 +34,7 @@ CHANGED: dict[str, Any] = {
     "optimizer.learning_rate": 0.2,
     "optimizer.weight_decay": 0.0,
     "optimizer.decays": "all",
+    "optimizer.layer_decay": 0.5,
     "optimizer.groups": [{"pattern": "bias", "learning_rate": 0.5}],
     "optimizer.betas": [0.5, 0.5],
     "optimizer.eps": 1e-3,
