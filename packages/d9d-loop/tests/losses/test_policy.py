@@ -35,14 +35,18 @@ class Sampled:
         )
         return found.total / found.weight
 
-    def trl(self, **options: Any) -> Tensor:
-        """Compute the loss of trl's GRPOTrainer for the same answers, padded."""
+    def trl(self, *, generated: int | None = None, steps: int = 1, **options: Any) -> Tensor:
+        """Compute the loss of trl's GRPOTrainer for the same answers, padded.
+
+        They are those of one of `steps` steps on answers with `generated` tokens in all.
+        """
         grpo = pytest.importorskip("trl.trainer.grpo_trainer")
         policy, old, reference, importance = map(
             self.rows.padded, (self.policy, self.old, self.reference, self.importance)
         )
         mask = self.rows.padded(torch.ones_like(self.policy)).long()
         args = MagicMock(delta=options.pop("delta", None), use_bias_correction_kl=False)
+        args.steps_per_generation = steps
         settings: dict[str, Any] = {
             "beta": 0.0, "loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "args": args, "use_vllm": False,
             "importance_sampling_level": "token", "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
@@ -51,7 +55,7 @@ class Sampled:
             "entropy_coef": 0.0, "use_adaptive_entropy": False, "_metrics": defaultdict(lambda: defaultdict(list)),
         } | options  # fmt: skip
         trainer = MagicMock(**settings)
-        trainer.model.training = False
+        trainer.model.training = args.steps_per_generation > 1
         trainer.accelerator.gather = lambda value: value
         trainer.accelerator.reduce = lambda value, **_: value
         trainer.accelerator.num_processes = 1
@@ -60,7 +64,7 @@ class Sampled:
             "prompt_ids": torch.zeros(12, 1).long(), "prompt_mask": torch.ones(12, 1).long(), "completion_mask": mask,
             "completion_ids": torch.zeros_like(mask), "advantages": self.advantages, "old_per_token_logps": old,
             "ref_per_token_logps": reference, "importance_sampling_ratio": importance,
-            "num_items_in_batch": mask.sum(),
+            "num_items_in_batch": mask.sum() if generated is None else torch.tensor(generated),
         }  # fmt: skip
         return grpo.GRPOTrainer._compute_loss(trainer, None, inputs)
 
@@ -90,6 +94,13 @@ class Sampled:
 def test_losses_and_gradients_equal_trl(ours: PolicyLoss, theirs: dict[str, Any]) -> None:
     sampled = Sampled()
     sampled.compare(sampled.ours(ours, old_log_probs_BL=sampled.old), sampled.trl(**theirs))
+
+
+def test_dapo_over_the_tokens_of_a_generated_batch_equals_that_of_trl() -> None:
+    sampled = Sampled()
+    expected = sampled.trl(loss_type="dapo", epsilon_high=0.3, generated=333, steps=3)  # 3 steps of 12 answers
+    loss = PolicyLoss(average="constant", max_length=333 / 36, clip_high=0.3)
+    sampled.compare(sampled.ours(loss, old_log_probs_BL=sampled.old), expected)
 
 
 def test_the_gradient_of_rloo_equals_that_of_trl() -> None:
@@ -149,6 +160,7 @@ def test_router_losses_are_averaged_like_token_losses(average: Average) -> None:
         ({"clip_low": 0.0}, "clip_low = 0.0 and clip_high = None; expected both above 0"),
         ({"max_ratio": 1.1}, r"max_ratio = 1.1 with clipping = 'clip'; expected a number above 1 \+ clip_high = 1.2"),
         ({"average": "constant"}, "max_length = None with average = 'constant'"),
+        ({"average": "constant", "max_length": torch.nan}, "max_length = nan; expected a finite number"),
         ({"max_length": 5}, "max_length = 5 with average = 'tokens'"),
         ({"kl_weight": -0.1}, "kl_weight = -0.1; expected 0 or more"),
         ({"ratio_level": "answer"}, "ratio_level = 'answer'; expected one of token, sequence"),

@@ -1,9 +1,11 @@
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from d9d_dist import UserError
 from d9d_loop import TrainerConfig, validate_config
@@ -73,12 +75,28 @@ def test_options_that_the_schedule_does_not_accept_are_errors(name: str, options
         config.build(4)
 
 
+def _rates_of_torch() -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    warmup = LinearLR(optimizer, start_factor=1 / 3, total_iters=2)
+    schedule = SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, T_max=5)], milestones=[2])
+    rates = []
+    for _ in range(8):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
 def test_the_table_of_the_documentation_is_right() -> None:
     page = Path(__file__).parents[4] / "docs" / "optimizers.md"
-    rows = re.findall(r"^\| (`(?:warmup_cosine|transformers)`, .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ((?:`(?:warmup|transformers|Linear)|torchtitan).*)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
     shown = [[float(each) for each in row.strip("| ").split("|")[1:]] for row in rows]
     schedules = [
         WarmupCosineConfig(warmup_steps=2, final_fraction=0.0).build(8),
+        _rates_of_torch().__getitem__,
+        lambda step: min(1.0, (step + 1) / 2) if step < 2 else (1 + math.cos(math.pi * (step - 2) / 6)) / 2,
         TransformersScheduleConfig(name="cosine", warmup_steps=2).build(8),
         TransformersScheduleConfig(name="linear", warmup_steps=2).build(8),
     ]

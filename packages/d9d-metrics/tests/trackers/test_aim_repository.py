@@ -71,6 +71,9 @@ def test_values_can_be_read_and_a_run_is_resumed(repository: Path) -> None:
     assert run.experiment == "test"
     everywhere = Context({})
     assert series(run.get_metric("loss", everywhere)) == {3: 1.5, 4: 40.0, 5: 0.75}
+    (stored,) = run.meta_run_tree.subtree("traces").collect().values()
+    kept = {name: stored["loss"][name] for name in ("last", "min", "max")}
+    assert kept == {"last": 0.75, "min": 0.75, "max": 40.0}  # Aim's, until a later step is logged; docs/metrics.md
     counts, edges = series(run.get_distribution_sequence("h", everywhere))[3].to_np_histogram()
     assert (counts.tolist(), edges.tolist()) == ([1.0, 3.0], [0.0, 2.0, 4.0])
     assert series(run.get_text_sequence("t", everywhere))[3].data == "hello"

@@ -129,6 +129,8 @@ class PolicyLoss:
         average: `tokens`: mean over the tokens of the global batch. `sequences`: mean over answers of the mean over
             their tokens. `constant`: sum over tokens divided by the number of answers times `max_length`.
         max_length: Divisor of `constant`: the largest number of tokens of an answer, or 1 for the sum over its tokens.
+            The mean number of tokens of the answers of a generated batch, which several steps train, gives the DAPO of
+            `trl` with its `steps_per_generation`.
 
     Raises:
         UserError: If a value is unknown or out of range, or `max_ratio` or `max_length` does not fit the other options.
@@ -142,14 +144,16 @@ class PolicyLoss:
     kl_weight: float = 0.0
     kl_form: KlForm = "k3"
     average: Average = "tokens"
-    max_length: int | None = None
+    max_length: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("ratio_level", self.ratio_level, ImportanceLevel)
         check_choice("clipping", self.clipping, Clipping)
         check_choice("kl_form", self.kl_form, KlForm)
         check_choice("average", self.average, Average)
-        check_finite(clip_high=self.clip_high, max_ratio=self.max_ratio, kl_weight=self.kl_weight)
+        check_finite(
+            clip_high=self.clip_high, max_ratio=self.max_ratio, kl_weight=self.kl_weight, max_length=self.max_length
+        )
         if not 0.0 < self.clip_low <= 1.0 or self._high <= 0.0:
             raise UserError(
                 f"clip_low = {self.clip_low} and clip_high = {self.clip_high}; expected both above 0, and clip_low at "
