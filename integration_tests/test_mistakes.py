@@ -273,7 +273,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "weights of another model": ({}, ["--initial_weights", "{other}"], r"initial_weights = .*(\n.*)*(up\.weight|down\.weight)"),
     "microbatch that does not divide": ({}, ["--batch.microbatch_size", "3"], r"global_size = 8 cannot be divided evenly over .* Use 6 or 9"),
     "run folder is a file": ({}, ["--run.folder", "{file}"], r"is a file, not a folder"),
-    "unknown tracker": ({}, ["--trackers", '[{kind = "mlflow"}]'], r"kind = 'mlflow'; expected one of"),
+    "unknown tracker": ({}, ["--trackers", '[{kind = "comet"}]'], r"kind = 'comet'; expected one of"),
     "configuration is a dict": ({"config": {"steps": 3}}, [], r"got a dict as config; expected a TrainerConfig"),
     "configuration lacks a section": ({"config": lambda: TrainerConfig(steps=3)}, [], r"TrainerConfig is invalid:\n +batch is missing"),  # ty: ignore[missing-argument] - the mistake
 }  # fmt: skip

@@ -1,37 +1,16 @@
-"""Writes real offline runs, and reads them from W&B's own file: a LevelDB log of protocol buffers."""
+"""Writes real offline runs, and reads them from W&B's own file."""
 
 import json
-import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb_records import records
 
 from d9d_dist import UserError
 from d9d_metrics import Histogram, Image, Text, WandbTracker, WandbTrackerConfig
 from d9d_metrics.trackers import _extras
-
-_BLOCK, _HEADER = 32768, 7
-
-
-def records(folder: Path) -> Iterator[Any]:
-    """Yield the records of all runs in a folder, the oldest run first."""
-    from wandb.proto.wandb_internal_pb2 import Record  # ty: ignore[import-not-found] - made by protobuf
-
-    for file in sorted(folder.rglob("*.wandb")):
-        content, place, parts = file.read_bytes(), _HEADER, b""
-        while place + _HEADER <= len(content):
-            if _BLOCK - place % _BLOCK < _HEADER:
-                place += _BLOCK - place % _BLOCK
-                continue
-            _, length, kind = struct.unpack("<IHB", content[place : place + _HEADER])
-            parts += content[place + _HEADER : place + _HEADER + length]
-            place += _HEADER + length
-            if kind in (1, 4):  # a full record, or its last fragment
-                yield Record.FromString(parts)
-                parts = b""
 
 
 def finished(folder: Path, *, num_runs: int = 1) -> Path:

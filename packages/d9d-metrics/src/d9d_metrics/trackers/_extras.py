@@ -14,7 +14,7 @@ from d9d_metrics.trackers.tracker import Tracker
 
 
 class ExtraTrackerConfig(BaseModel, ABC):
-    """Configuration of a tracker whose `kind` is both the name of a package and the extra that installs it."""
+    """Configuration of a tracker whose `kind` is the name of the extra that installs its package."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,7 +24,7 @@ class ExtraTrackerConfig(BaseModel, ABC):
         """Raise a `UserError` with the command that installs the package if it is missing; do not import it."""
         require_package(self.kind)
 
-    def build(self, run_dir: Path) -> BackgroundTracker:
+    def build(self, run_dir: Path) -> Tracker:
         """Create the tracker, with a spool in the run folder; raise a `UserError` if the package is missing."""
         self.check()
         return BackgroundTracker(self._opener(run_dir), name=self.kind, spool=run_dir / "trackers" / self.kind)
@@ -34,13 +34,11 @@ class ExtraTrackerConfig(BaseModel, ABC):
         """Return a function that opens the tracker."""
 
 
-def require_package(name: str, *, extra: str | None = None) -> None:
-    """Raise a `UserError` with the command that installs a tracker's package if it is missing; do not import it.
-
-    The name of the extra, which is also the tracker's kind, is that of the package by default.
-    """
-    if find_spec(name) is None:
+def require_package(kind: str) -> None:
+    """Raise a `UserError` with the command that installs a tracker's package if it is missing; do not import it."""
+    package = "prometheus_client" if kind == "prometheus" else kind
+    if find_spec(package) is None:
         raise UserError(
-            f"the {extra or name} tracker needs the package {name}, which is not installed. Install it: "
-            f"{install_hint('d9d-metrics', extra or name)}"
+            f"the {kind} tracker needs the package {package}, which is not installed. Install it: "
+            f"{install_hint('d9d-metrics', kind)}"
         )

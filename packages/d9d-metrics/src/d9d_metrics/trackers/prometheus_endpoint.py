@@ -8,9 +8,9 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
-from d9d_metrics.trackers._extras import require_package
+from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
@@ -39,7 +39,7 @@ class PrometheusTracker(Tracker):
 
         Raises `UserError` if the package prometheus_client is missing.
         """
-        require_package("prometheus_client", extra="prometheus")
+        require_package("prometheus")
         from prometheus_client import CollectorRegistry
 
         self._run, self._registry = run, CollectorRegistry()
@@ -102,23 +102,20 @@ class PrometheusTracker(Tracker):
 
 
 @final
-class PrometheusTrackerConfig(BaseModel):
+class PrometheusTrackerConfig(ExtraTrackerConfig):
     """Configuration of a text endpoint for Prometheus on the host of rank 0; needs the extra `prometheus`.
 
     Attributes:
         host: Address to listen on; by default all addresses of the host.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     kind: Literal["prometheus"] = "prometheus"
     port: int = Field(default=9400, ge=1, le=65535)
     host: str = "0.0.0.0"  # noqa: S104 - scraped from elsewhere
 
-    def check(self) -> None:
-        """Raise a `UserError` with the command that installs the package if it is missing; do not import it."""
-        require_package("prometheus_client", extra="prometheus")
-
     def build(self, run_dir: Path) -> PrometheusTracker:
-        """Create the tracker."""
-        return PrometheusTracker(run=run_dir.resolve().name, port=self.port, host=self.host)
+        """Create the tracker, which delays no step, without a thread and a spool."""
+        return self._opener(run_dir)()
+
+    def _opener(self, run_dir: Path) -> Callable[[], PrometheusTracker]:
+        return lambda: PrometheusTracker(run=run_dir.resolve().name, port=self.port, host=self.host)

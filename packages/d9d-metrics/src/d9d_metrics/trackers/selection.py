@@ -13,6 +13,7 @@ from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers.aim_repository import AimTrackerConfig
 from d9d_metrics.trackers.console import ConsoleTrackerConfig
 from d9d_metrics.trackers.jsonl import JsonlTrackerConfig
+from d9d_metrics.trackers.mlflow_run import MlflowTrackerConfig
 from d9d_metrics.trackers.multi import MultiTracker
 from d9d_metrics.trackers.prometheus_endpoint import PrometheusTrackerConfig
 from d9d_metrics.trackers.tensorboard_events import TensorBoardTrackerConfig
@@ -24,6 +25,7 @@ TrackerConfig = Annotated[
     | ConsoleTrackerConfig
     | WandbTrackerConfig
     | AimTrackerConfig
+    | MlflowTrackerConfig
     | TensorBoardTrackerConfig
     | PrometheusTrackerConfig,
     Field(discriminator="kind"),
@@ -38,7 +40,7 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
         UserError: If a package is missing, or two trackers would write to the same file or folder.
     """
     for config in configs:
-        if isinstance(config, ExtraTrackerConfig | PrometheusTrackerConfig):
+        if isinstance(config, ExtraTrackerConfig):
             config.check()
     for first, second in combinations(configs, 2):
         if first.kind == second.kind and (first.kind != "jsonl" or first == second):
@@ -51,8 +53,8 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
 def build_trackers(configs: Sequence[TrackerConfig], run_dir: Path) -> MultiTracker:
     """Create the trackers of a configuration, each wrapped in a `BackgroundTracker`; calls reach them in this order.
 
-    The `wandb`, `aim` and `tensorboard` trackers spool undelivered values to `trackers/` in the run folder. Combine the
-    result with a tracker of your own: `MultiTracker([build_trackers(configs, run_dir), mine])`.
+    The `wandb`, `aim`, `mlflow` and `tensorboard` trackers spool undelivered values to `trackers/` in the run folder.
+    Combine the result with a tracker of your own: `MultiTracker([build_trackers(configs, run_dir), mine])`.
 
     Raises:
         UserError: If `check_trackers` raises; no tracker is open then.
