@@ -81,7 +81,7 @@ def _rates_of_torch() -> list[float]:
     schedule = SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, T_max=5)], milestones=[2])
     rates = []
     for _ in range(8):
-        rates.append(schedule.get_last_lr()[0])
+        rates.append(float(schedule.get_last_lr()[0]))
         optimizer.step()
         schedule.step()
     return rates
