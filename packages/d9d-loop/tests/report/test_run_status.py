@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 from d9d_dist import DistributedContext
+from d9d_dist.failures.first_failure import Failure
 from d9d_loop.job.journal import Journal
 from d9d_loop.report.run_status import describe_runs, main, read_status, write_status
 
@@ -23,7 +24,12 @@ def test_the_status_follows_the_journal(tmp_path: Path, ctx: DistributedContext)
     expected = {"steps": 20, "hosts": ["node0", "node1"], "step": 12, "saved": 10, "run_id": "id", "error": None}
     assert _status(tmp_path) == {**expected, "state": "running"}
     journal.failed("OSError: https://me:canary@host")
-    assert _status(tmp_path) == {**expected, "state": "failed", "error": "OSError: https://<redacted>@host"}
+    assert _status(tmp_path) == {
+        **expected,
+        "state": "failed",
+        "error": "OSError: https://<redacted>@host",
+        "first": None,
+    }
     journal.ended(20, "finished")
     assert (_status(tmp_path)["state"], _status(tmp_path)["saved"]) == ("finished", 20)
     assert not list(tmp_path.glob(".status*"))
@@ -81,5 +87,5 @@ def test_a_path_that_is_no_folder_is_an_error(tmp_path: Path, capsys: pytest.Cap
 def test_the_table_shows_the_first_failure(tmp_path: Path, ctx: DistributedContext) -> None:
     journal = Journal(tmp_path, ctx)
     journal.started(0, "id")
-    journal.failed("RuntimeError: Connection closed by peer\nRank 1 failed before this rank: KeyError: 'x'")
-    assert "  Rank 1 failed before this rank: KeyError" in describe_runs([tmp_path], now=0)
+    journal.failed("RuntimeError: Connection closed by peer", Failure(1, "KeyError: 'x'"))
+    assert "  rank 1: KeyError: 'x'" in describe_runs([tmp_path], now=0)

@@ -45,10 +45,12 @@ def describe_cause(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
-def report_failure(folder: Path, on_failure: str | None, *, rank: int, cause: str, writes_status: bool = True) -> None:
+def report_failure(
+    folder: Path, on_failure: str | None, *, rank: int, cause: str, first: str | None = None, writes_status: bool = True
+) -> None:
     """Write the state "failed" to the status of a run, and run its command for failures."""
     if writes_status:
-        write_failure(folder, cause)
+        write_failure(folder, cause, first=first)
     run_command(on_failure, folder, state="failed", rank=str(rank), host=socket.gethostname(), error=cause)
 
 

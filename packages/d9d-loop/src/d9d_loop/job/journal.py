@@ -90,15 +90,17 @@ class Journal:
             self._has_ended.set()
         rank, cause = self._ctx.rank, redact_text(cause)[:_LONGEST]
         culprit: dict[str, Any] = {}
+        named = None
         if first is not None:
             host = self._hosts[first.rank] if first.rank < len(self._hosts) else None
             text = redact_text(first.text).partition("\n")[0][:_LONGEST]
             culprit = {"first": {"rank": first.rank, "host": host, "cause": text}}
+            named = f"rank {first.rank}: {text}"
         self._write("failed", rank=rank, host=socket.gethostname(), cause=cause, **culprit)
         if self._first_failed() == rank and claims_report():
-            report_failure(self._file.parent, self._on_failure, rank=rank, cause=cause)
+            report_failure(self._file.parent, self._on_failure, rank=rank, cause=cause, first=named)
         elif self._ctx.is_main_process:  # its last status may have replaced that of the first failure
-            write_failure(self._file.parent, cause, is_first=False)
+            write_failure(self._file.parent, cause, first=named, is_first=False)
 
     def _first_failed(self) -> int:
         """Return the rank of the first failure since the last start; 0 if the journal cannot be written or read."""

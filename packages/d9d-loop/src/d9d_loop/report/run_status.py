@@ -5,7 +5,6 @@ import errno
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ STATUS = "status.json"
 _STALE_SECONDS = 60.0  # a job replaces the file every 10 seconds while it trains
 _COLUMNS = ("run", "state", "step", "saved", "updated", "hosts", "error")
 _WIDEST = 80
-_FIRST_FAILURE = re.compile(r"[Rr]ank \d+ (failed before this rank|is missing): ")
 
 
 def write_status(folder: Path, status: Mapping[str, Any]) -> None:
@@ -40,16 +38,16 @@ def write_status(folder: Path, status: Mapping[str, Any]) -> None:
             file.truncate()
 
 
-def write_failure(folder: Path, cause: str, *, is_first: bool = True) -> None:
+def write_failure(folder: Path, cause: str, *, first: str | None = None, is_first: bool = True) -> None:
     """Set the state in an existing run folder to "failed", with the error if it is the first one of this start.
 
-    I/O errors are ignored.
+    `first` describes the failure of another rank that caused this one, if it is known. I/O errors are ignored.
     """
     if not folder.is_dir():  # a start that fails early writes nothing
         return
     status = read_status(folder) or {}
     if status.get("state") != "failed" or is_first:
-        status |= {"state": "failed", "error": cause}
+        status |= {"state": "failed", "error": cause, "first": first}
     with suppress(OSError):
         write_status(folder, {**status, "time": round(time.time(), 3)})
 
@@ -100,7 +98,8 @@ def _row(run: Path, now: float) -> tuple[str, ...]:
     step = "/".join("-" if status.get(name) is None else str(status[name]) for name in ("step", "steps"))
     hosts = status.get("hosts")
     hosts = ",".join(map(str, hosts)) if isinstance(hosts, list) else ""
-    return (str(run), state, step, str(status.get("saved", "-")), _ago(time, now), hosts, _shorten(status.get("error")))
+    error = " ".join(str(status.get("first") or status.get("error") or "").split())[:_WIDEST]
+    return (str(run), state, step, str(status.get("saved", "-")), _ago(time, now), hosts, error)
 
 
 def _row_without_status(run: Path, now: float) -> tuple[str, ...]:
@@ -132,13 +131,6 @@ def _ago(time: object, now: float) -> str:
     if age < -_STALE_SECONDS:
         return f"{-age:.0f} s ahead of this clock"
     return "-" if math.isinf(age) else f"{max(age, 0.0):.0f} s ago"
-
-
-def _shorten(error: object) -> str:
-    """Return the start of an error in one line; an error of a rank that lost its peer starts with the peer's."""
-    text = " ".join(str(error or "").split())
-    first = _FIRST_FAILURE.search(text)
-    return text[first.start() if first else 0 :][:_WIDEST]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
