@@ -261,15 +261,20 @@ def llama(name: str, vocab_size: int = 128256) -> DecoderShape | None:
 def _titan(row: Row) -> Measured | None:
     """Read a row of torchtitan: FSDP2 with fp32 masters, tensor and sequence parallelism; reserved memory.
 
+    Without a stated microbatch size, the number of microbatches is that of the pipeline stages, as by default.
     Selective recomputation saves every other matrix product. Rows of the first file are not compiled unless they say
     so. Without tensor parallelism, the loss reserves 14 bytes per logit. DTensor's parallel loss adds an exponential
     and a sum in fp32, while log-softmax and gradient exist: 18 bytes.
     """
     degrees = _degrees(row)
+    batch = _batch(row, degrees["dp"])
+    if row["mbs"] in _BLANK and degrees["pp"] > 1:
+        stages, local = degrees["pp"] * _number(row, "vp"), _number(row, "gbs") // degrees["dp"]
+        batch = {"microbatch_size": max(1, local // stages), "num_microbatches": min(local, stages)}
     is_compiled = "compile" in row["precision"] or "asyncTP" in row["source"]
     layout = PlanLayout(
         **degrees,
-        **_batch(row, degrees["dp"]),
+        **batch,
         stages_per_rank=_number(row, "vp"),
         recompute="full" if row["recompute"] == "full" else "selective",
         saved_products=0.5,
@@ -472,6 +477,7 @@ def _bridge(row: Row) -> Measured | None:
         overlaps_tensor=row["precision"] != "NVFP4",
         pointwise="fused",
         dtype={"BF16": "bf16", "NVFP4": "fp4"}.get(row["precision"], "fp8"),
+        routing_skew=1.0,
         attention_speed=2,
         groups_experts=is_new,
         overlaps_experts=is_new or (row["model"], row["gpu"], degrees["ep"]) in _OVERLAPPED,
@@ -513,6 +519,7 @@ def _automodel(row: Row) -> Measured | None:
         attention_speed=1 if is_gpt else 2,
         deduplicates_nodes=True,
         adjacent_experts=True,
+        routing_skew=1.0,
         groups_experts=False,
     )
     return Measured("AutoModel", "h100-dgx", shape, (layout,), float(row["step_s"]), None, row, passes=passes)

@@ -33,16 +33,27 @@ def test_the_head_and_attention_are_not_quantized() -> None:
     assert slow.matmul / 2 < fast.matmul < slow.matmul
 
 
-def test_quantization_moves_four_bytes_for_each_input() -> None:
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("fp8", 4), ("fp4", 5)])
+def test_quantization_moves_bytes_for_each_input(dtype: str, num_bytes: int) -> None:
+    """It reads 2 bytes, or twice to find the largest value first, and writes 1 or 1/2 byte by rows and by columns."""
     whole, quantized = (
         layer_time(SPARSE, replace(LAYOUT, dtype=each), HARDWARE, sparse=False).forward.pointwise
-        for each in ("bf16", "fp8")
+        for each in ("bf16", dtype)
     )
     roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
     inputs = LAYOUT.length * (
         2048 + 16 * 128 + 2048 + 4096
     )  # of the products before and after attention and activation
-    assert quantized - whole == pytest.approx(4 * inputs / roof)
+    assert quantized - whole == pytest.approx(num_bytes * inputs / roof)
+
+
+def test_a_forced_balance_has_no_skew() -> None:
+    """The latency, a tenth of it more with the default skew, is negligible here."""
+    skewed, forced = (
+        layer_time(SPARSE, replace(LAYOUT, length=65536, **each), HARDWARE, sparse=True).forward.expert
+        for each in ({}, {"routing_skew": 1.0})
+    )
+    assert skewed == pytest.approx(1.1 * forced, rel=1e-3)
 
 
 def test_a_product_for_each_expert_takes_longer_and_launches_more_operators() -> None:

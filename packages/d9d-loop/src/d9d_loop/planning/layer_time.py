@@ -199,13 +199,15 @@ def _pointwise_bytes(
         moved_backward += 2 * passes * rows * shape.expert_size * 2 * 2
     if layout.dtype != "bf16":
         # Quantization reads inputs of products, in the backward pass their output gradients, and writes them by rows
-        # and by columns. Two of three inner products have the same input.
+        # and by columns. Two of three inner products have the same input. The second scale of NVFP4, of the whole
+        # tensor, needs its largest value first, so that the tensor is read twice; each of its values has half a byte.
+        quantized = 5 if layout.dtype == "fp4" else 4
         is_whole = sparse and not layout.splits_shared_experts
         size = shape.shared_size if sparse else shape.intermediate_size
         inputs = tokens * (h + heads * d) + rows * (h + shape.expert_size)
         inputs += tokens * ((h / t if is_whole else h) + size / t) if size else 0.0
-        moved += 4 * inputs * fusion
-        moved_backward += 4 * sum(each.tokens * each.outputs * each.number for each in linears) * fusion
+        moved += quantized * inputs * fusion
+        moved_backward += quantized * sum(each.tokens * each.outputs * each.number for each in linears) * fusion
     return moved, moved_backward
 
 
@@ -385,7 +387,7 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
         "all_to_all",
         num_bytes * _copies(shape, layout, layout.ep),
         span,
-        skew=1.1,
+        skew=layout.routing_skew,
         network_bytes=num_bytes * _copies(shape, layout, span.num_nodes) if layout.deduplicates_nodes else None,
     )
     if layout.overlaps_experts:

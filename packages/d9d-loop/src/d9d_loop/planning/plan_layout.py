@@ -46,6 +46,7 @@ class PlanLayout:
         deduplicates_nodes: True if a token is sent to a node once, even if several ranks of the node have an expert for
             it.
         adjacent_experts: True if the experts of a token are consecutive, as a benchmark's router may choose them.
+        routing_skew: Ratio of the rows that the busiest rank receives to the mean; 1 for a forced balance.
         captured: Share of the operators that run in captured graphs, so that the host does not launch them.
         overlaps_experts: True if the all-to-alls of experts overlap another microbatch's computation.
         overlaps_pipeline: True if sends between stages overlap computation.
@@ -98,6 +99,7 @@ class PlanLayout:
     groups_experts: bool = True
     deduplicates_nodes: bool = False
     adjacent_experts: bool = False
+    routing_skew: float = 1.1
     captured: float = 0.0
     overlaps_pipeline: bool = True
     splits_transfers: bool = True
