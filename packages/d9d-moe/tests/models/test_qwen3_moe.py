@@ -339,3 +339,13 @@ def test_a_missing_window_is_that_of_the_reference_and_null_is_none() -> None:
     assert QWEN3_MOE.read(written).sliding_window is None
     del written["sliding_window"]
     assert QWEN3_MOE.read(written).sliding_window == Qwen3MoeConfig(**written).sliding_window == 4096
+
+
+def test_a_missing_size_of_a_head_is_that_of_the_reference() -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+    written: dict[str, Any] = QWEN3_MOE.write(_params())
+    del written["head_dim"]
+    attention = Qwen3MoeAttention(Qwen3MoeConfig(**written), 0)
+    assert QWEN3_MOE.read(written).head_dim == attention.head_dim

@@ -79,6 +79,11 @@ class Entry:
         return config_value(config, key, self.kind, default=default, minimum=self.minimum)
 
 
+def split_head_dim(values: Mapping[str, Any]) -> int:
+    """Return the default size of a head: the width divided by the number of heads."""
+    return values["hidden_size"] // values["num_heads"]
+
+
 DECODER_ENTRIES = (
     Entry("vocab_size", "vocab_size"),
     Entry("hidden_size", "hidden_size"),
@@ -102,7 +107,7 @@ GROUPED_QUERY_ENTRIES = (
 MULTI_HEAD_ENTRIES = (
     *DECODER_ENTRIES,
     Entry("num_kv_heads", "num_key_value_heads", default=lambda values: values["num_heads"]),
-    Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
+    Entry("head_dim", "head_dim", default=split_head_dim),
 )
 """Entries of families with multi-head attention by default: num_kv_heads = num_heads."""
 
@@ -113,7 +118,9 @@ UNBIASED_ENTRIES: Mapping[str, JsonValue] = {**FIXED_ENTRIES, "attention_bias": 
 """`FIXED_ENTRIES` of families without attention biases."""
 
 
-def with_defaults(entries: tuple[Entry, ...], **defaults: float | None) -> tuple[Entry, ...]:
+def with_defaults(
+    entries: tuple[Entry, ...], **defaults: float | Callable[[Mapping[str, Any]], int] | None
+) -> tuple[Entry, ...]:
     """Return entries with other defaults, by hyperparameter name; a default of None makes the entry required."""
     assert defaults.keys() <= {each.field for each in entries}
     return tuple(replace(each, default=defaults.get(each.field, each.default)) for each in entries)

@@ -72,7 +72,7 @@ QWEN3_MOE = hf.HuggingFaceFamily(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     entries=(
-        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, max_position_embeddings=32768),
+        *hf.with_defaults(hf.GROUPED_QUERY_ENTRIES, max_position_embeddings=32768, head_dim=hf.split_head_dim),
         *expert_entries("num_experts"),
         hf.Entry("renormalize", "norm_topk_prob", bool, default=False),
     ),
