@@ -6,8 +6,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from d9d_dist import UserError
-from d9d_metrics import PEAK_FLOPS, ModelFlops, peak_flops, transformer_flops_per_token
-from d9d_metrics.flops import _peak_by_name
+from d9d_metrics import ModelFlops, peak_flops, transformer_flops_per_token
+from d9d_metrics.flops import PEAK_FLOPS, _peak_by_name
 
 
 @settings(max_examples=10)

@@ -32,10 +32,9 @@ from d9d_metrics import (
     f_beta,
     precision,
     recall,
-    sync_metrics,
 )
 from d9d_metrics.step_clock import StepSeconds
-from d9d_metrics.sync import MetricSync, read_values
+from d9d_metrics.sync import MetricSync, read_values, sync_metrics
 
 Values = list[float]
 

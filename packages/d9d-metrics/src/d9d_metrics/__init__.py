@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from d9d_metrics.confusion_scores import f_beta as f_beta
     from d9d_metrics.confusion_scores import precision as precision
     from d9d_metrics.confusion_scores import recall as recall
-    from d9d_metrics.flops import PEAK_FLOPS as PEAK_FLOPS
     from d9d_metrics.flops import ModelFlops as ModelFlops
     from d9d_metrics.flops import peak_flops as peak_flops
     from d9d_metrics.flops import transformer_flops_per_token as transformer_flops_per_token
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from d9d_metrics.step_time import StepTime as StepTime
     from d9d_metrics.step_time import Throughput as Throughput
     from d9d_metrics.sync import compute_metrics as compute_metrics
-    from d9d_metrics.sync import sync_metrics as sync_metrics
     from d9d_metrics.trackers.aim_repository import AimTracker as AimTracker
     from d9d_metrics.trackers.aim_repository import AimTrackerConfig as AimTrackerConfig
     from d9d_metrics.trackers.background import BackgroundTracker as BackgroundTracker
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
     from d9d_metrics.trackers.jsonl import JsonlTracker as JsonlTracker
     from d9d_metrics.trackers.jsonl import JsonlTrackerConfig as JsonlTrackerConfig
     from d9d_metrics.trackers.jsonl import read_metrics as read_metrics
+    from d9d_metrics.trackers.mlflow_run import MlflowTracker as MlflowTracker
+    from d9d_metrics.trackers.mlflow_run import MlflowTrackerConfig as MlflowTrackerConfig
     from d9d_metrics.trackers.multi import MultiTracker as MultiTracker
     from d9d_metrics.trackers.prometheus_endpoint import PrometheusTracker as PrometheusTracker
     from d9d_metrics.trackers.prometheus_endpoint import PrometheusTrackerConfig as PrometheusTrackerConfig

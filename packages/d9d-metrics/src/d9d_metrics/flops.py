@@ -82,7 +82,7 @@ def _peak_by_name(name: str, table: Mapping[str, float]) -> float:
     if not found:
         raise UserError(
             f"got the device {name!r}, whose peak rate is unknown; expected one of {', '.join(table)}. Pass the rate "
-            "itself, or a table with the device: {**PEAK_FLOPS, 'name': FLOP/s}."
+            "itself, or a table with the device: {**d9d_metrics.flops.PEAK_FLOPS, 'name': FLOP/s}."
         )
     return table[max(found, key=len)]
 
