@@ -10,6 +10,8 @@ from d9d_metrics import (
     AimTracker,
     ConsoleTrackerConfig,
     JsonlTrackerConfig,
+    MlflowTracker,
+    MlflowTrackerConfig,
     PrometheusTracker,
     TensorBoardTracker,
     Tracker,
@@ -52,6 +54,8 @@ def test_rejects_an_unknown_field() -> None:
     [
         ("wandb", lambda folder: WandbTracker(folder, project="p")),
         ("aim", lambda folder: AimTracker(str(folder))),
+        ("mlflow", lambda folder: MlflowTracker(f"sqlite:///{folder}/mlflow.db")),
+        ("mlflow", lambda folder: MlflowTrackerConfig().build(folder)),
         ("tensorboard", TensorBoardTracker),
         ("prometheus", lambda folder: PrometheusTracker(run=folder.name, port=0)),
     ],
