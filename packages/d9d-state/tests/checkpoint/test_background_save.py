@@ -128,7 +128,7 @@ _ASK: dict[str, Callable[[CheckpointStore], object]] = {
     "save": lambda store: store.save(2, {}),
     "background save": lambda store: store.save(2, {}, background=True),
     "newest": CheckpointStore.newest,
-    "exit": lambda store: store.__exit__(None),
+    "exit": lambda store: store.__exit__(None, None),
 }
 
 
@@ -165,6 +165,20 @@ def test_background_error_does_not_mask_another_exception(tmp_path: Path, monkey
     with pytest.raises(KeyError):
         interrupt()
     store.raise_if_failed()
+
+
+def test_background_error_replaces_that_of_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may raise the error first, and leave the collectives of this rank."""
+    _fill_disk(monkeypatch)
+    store = CheckpointStore(tmp_path)
+
+    def lose_the_peer() -> None:
+        with store:
+            _save(store, 1, _tensors(1.0))
+            raise dist.DistNetworkError("connection closed by peer")
+
+    with pytest.raises(StateError, match="No space left"):
+        lose_the_peer()
 
 
 def _forget(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Self, final
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
+from d9d_dist.failures.first_failure import is_victim
 from d9d_state import _files
 from d9d_state._member import AnyPath, as_folder, as_local
 from d9d_state._ranks import failing_together, is_main, mesh_shape, num_ranks, rank_of
@@ -106,12 +107,15 @@ class CheckpointStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
-        """Wait for the background save. Its error is only logged if another exception is already propagating."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_traceback: object) -> None:
+        """Wait for the background save. Its error is only logged if another exception is already propagating.
+
+        But it replaces the error of a collective: a rank that has already raised the error of the save has left it.
+        """
         try:
             self.close()
-        except StateError:
-            if kind is None:
+        except StateError as failure:
+            if error is None or (is_victim(error) and not is_victim(failure)):
                 raise
 
     def complete(self) -> list[CheckpointInfo]:
