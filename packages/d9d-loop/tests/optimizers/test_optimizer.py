@@ -15,10 +15,13 @@ from d9d_loop import AdamWConfig, TrainerConfig, validate_config
 from d9d_loop.engine.optimizer_fit import optimizer_provider
 from d9d_loop.optimizers import JoinedOptimizer, Lion, LocalSGD, Muon
 from d9d_loop.optimizers.optimizer import (
+    AdamConfig,
     GroupConfig,
     LionConfig,
     Member,
     MuonConfig,
+    OptimizerSettings,
+    ScheduleFreeAdamWConfig,
     SGDConfig,
     StochasticAdamWConfig,
     assign,
@@ -35,6 +38,30 @@ def test_builds_adamw_that_decays_matrices_only() -> None:
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "compared", "other"),
+    [
+        (AdamWConfig(), torch.optim.AdamW, {"betas": (0.9, 0.999), "weight_decay": 0.01}),
+        (AdamConfig(), torch.optim.Adam, {"betas": (0.9, 0.999)}),
+        (SGDConfig(), torch.optim.SGD, {"lr": 1e-3}),
+    ],
+)
+def test_defaults_are_those_of_torch_but_for_those_that_the_documentation_names(
+    config: OptimizerSettings, compared: Any, other: dict[str, Any]
+) -> None:
+    weight = nn.Parameter(torch.zeros(2, 3))
+    built: Any = config.build(nn.ParameterList([weight]))
+    ours, theirs = built.param_groups[0], compared([weight]).defaults
+    settings = (theirs.keys() & ours.keys()) - {"foreach", "fused", "capturable", "differentiable"}
+    assert {"lr", "weight_decay"} < settings
+    assert {name: theirs[name] for name in settings if ours[name] != theirs[name]} == other
+
+
+def test_defaults_of_schedule_free_are_those_of_its_package_but_for_the_weight_decay() -> None:
+    config = ScheduleFreeAdamWConfig()  # schedulefree 1.4.1: lr 0.0025, betas (0.9, 0.999), eps 1e-8, weight_decay 0
+    assert (config.learning_rate, config.betas, config.eps, config.weight_decay) == (2.5e-3, (0.9, 0.999), 1e-8, 0.1)
 
 
 def test_frozen_parameters_and_empty_groups_are_skipped() -> None:
