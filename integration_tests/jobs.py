@@ -134,7 +134,7 @@ def on_ranks(
 def records(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of `metrics.jsonl` without times and throughput, which differ between runs."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    volatile = {"time", "tokens_per_second", "peak_memory_gib", "config"}
+    volatile = {"time", "tokens_per_second", "flops_per_second", "peak_memory_gib", "config"}
     kept = [{k: v for k, v in json.loads(line).items() if k not in volatile} for line in lines]
     return [record for record in kept if record]
 

@@ -78,3 +78,17 @@ def test_evaluations_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         "      step 2          3.0000          0.2500",
         "      step 4          6.0000          0.2500",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flops", "mfu", "shown"),
+    [
+        (12.34e12, 0.4123, "speed 12.3 TFLOP/s, MFU 41.2 %"),
+        (5.6e8, None, "speed 560 MFLOP/s"),
+        (0.0, None, "speed 0 MFLOP/s"),
+    ],
+)
+def test_the_speed_has_a_unit(flops: float, mfu: float | None, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=2, done=0, visible=True, device=torch.device("cpu"), bar=False)
+    progress.values(1, {"loss": 1.0, "flops_per_second": flops} | ({} if mfu is None else {"mfu": mfu}))
+    assert f"loss 1  {shown}  " in capsys.readouterr().out

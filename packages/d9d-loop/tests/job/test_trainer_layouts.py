@@ -17,7 +17,7 @@ from d9d_metrics import Max, Metric, Sum, WeightedMean, read_metrics
 Batch = dict[str, torch.Tensor]
 LENGTH, STEPS = 8, 3
 LAYOUTS = ["tp=2,cp_shard=2", "tp=2,dp_shard=2,microbatch=2", "cp_replicate=2,dp_replicate=2"]
-VOLATILE = {"time", "items_per_second", "peak_memory_gib"}
+VOLATILE = {"time", "items_per_second", "flops_per_second", "peak_memory_gib"}
 
 
 class _Net(nn.Module):

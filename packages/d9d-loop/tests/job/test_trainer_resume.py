@@ -148,7 +148,11 @@ def _lines(folder: Path) -> list[dict[str, float]]:
     """Return the tracked values without times."""
     lines = read_metrics(folder / "run" / "metrics.jsonl")
     return [
-        {name: line[name] for name in line if name not in ("time", "items_per_second", "peak_memory_gib")}
+        {
+            name: line[name]
+            for name in line
+            if name not in ("time", "items_per_second", "flops_per_second", "peak_memory_gib")
+        }
         for line in lines
     ]
 

@@ -29,6 +29,8 @@ def chunked_token_loss(
     The weight gradient is accumulated over chunks in at least float32. A split backward does not defer the weight
     gradient, because the W pass would have to recompute the losses and their collectives.
     """
+    if hidden_TD.is_meta:  # where FLOPs are counted: recomputed logits do not count
+        return token_loss(_wide_capped(F.linear(hidden_TD, weight_VD), softcap), labels_T)
     losses_T: Tensor = _ChunkedTokenLoss.apply(hidden_TD, weight_VD, labels_T, _Options(token_loss, softcap))
     return losses_T
 

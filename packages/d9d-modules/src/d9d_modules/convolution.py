@@ -57,7 +57,8 @@ def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, document_ids_BL: Ten
             f"a last dim of {len(weight_DW)}."
         )
     check_documents(document_ids_BL, x_BLD.shape[:2])
-    if document_ids_BL is not None or x_BLD.shape[1] == 0:  # F.conv1d supports neither documents nor empty rows
+    # F.conv1d supports neither documents nor empty rows. On meta, where FLOPs are counted, documents do not matter.
+    if (document_ids_BL is not None and not x_BLD.is_meta) or x_BLD.shape[1] == 0:
         return _by_shifts(x_BLD, weight_DW, document_ids_BL)
     padded_BDL = F.pad(x_BLD.transpose(1, 2), (weight_DW.shape[1] - 1, 0))
     return F.conv1d(padded_BDL, weight_DW.unsqueeze(1), groups=len(weight_DW)).transpose(1, 2)

@@ -63,6 +63,8 @@ def gated_delta_rule(
     if initial_state_BHKV is not None and initial_state_BHKV.shape != state_shape:
         raise UserError(f"got an initial state of shape {tuple(initial_state_BHKV.shape)}; expected {state_shape}.")
     check_documents(document_ids_BL, q_BLGK.shape[:2])
+    if v_BLHV.is_meta:
+        return _counted_on_meta(q_BLGK, k_BLGK, v_BLHV, log_decay_BLH + beta_BLH)
     scale = q_BLGK.shape[-1] ** -0.5 if scale is None else scale
     starts_BL = None if document_ids_BL is None else document_starts(document_ids_BL)
     chosen = _select_backend(backend, v_BLHV, key_dim=q_BLGK.shape[-1])
@@ -93,6 +95,17 @@ def gated_delta_rule(
     )
     out_BLGRV, state_BGRKV = rule(inputs)
     return out_BLGRV.flatten(2, 3).to(v_BLHV.dtype), state_BGRKV.flatten(1, 2)
+
+
+def _counted_on_meta(q_BLGK: Tensor, k_BLGK: Tensor, v_BLHV: Tensor, gates_BLH: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and states on `meta`, by the products of the definition.
+
+    FLOPs are counted on `meta`, and must not depend on the backend.
+    """
+    q_BLH1K, k_BLH1K = (x.repeat_interleave(v_BLHV.shape[2] // x.shape[2], 2).unsqueeze(-2) for x in (q_BLGK, k_BLGK))
+    states_BLHKV = k_BLH1K.mT @ v_BLHV.unsqueeze(-2)
+    read_BLHV = (k_BLH1K @ states_BLHKV + q_BLH1K @ states_BLHKV).squeeze(-2)
+    return (read_BLHV + gates_BLH.unsqueeze(-1)).to(v_BLHV.dtype), states_BLHKV[:, -1]
 
 
 def _select_backend(backend: DeltaRuleBackend | None, v_BLHV: Tensor, *, key_dim: int) -> DeltaRuleBackend:

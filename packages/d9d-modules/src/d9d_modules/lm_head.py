@@ -106,7 +106,7 @@ class LanguageModelHead(VocabularySplits):
     def _with_bias(self, hidden_BLD: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return hidden states and weights whose product includes the bias: a feature of ones, and its column."""
         weights_VD, bias_V = self._weights(), self._parameters["bias"]
-        if bias_V is None:
+        if bias_V is None or hidden_BLD.is_meta:  # on meta, products are counted, and these are none of the model
             return hidden_BLD, weights_VD
         # Append eight features instead of one, which keeps the rows of 16-bit weights aligned.
         ones = F.pad(torch.ones_like(hidden_BLD[..., :1]), (0, 7))
@@ -202,7 +202,7 @@ def language_model_head(
     loss = PLAIN_CROSS_ENTROPY if token_loss is token_cross_entropy else token_loss
     if labels.dim() == hidden_BLD.dim():
         loss = _loss_of_candidates(loss, labels)
-    if isinstance(loss, CrossEntropy) and backend == "chunked":  # checks the labels
+    if isinstance(loss, CrossEntropy) and (backend == "chunked" or hidden_BLD.is_meta):  # checks the labels
         return linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap).view_as(labels)
     check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)
     if not isinstance(loss, CrossEntropy):

@@ -58,9 +58,9 @@ class GroupedLinear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x_NI: Tensor, counts_G: Tensor) -> Tensor:
-        """Call `grouped_matmul` with the weight of this module, and add the bias of each row's group."""
+        """Call `grouped_matmul`, and add the bias of each row's group, except on `meta`, where products are counted."""
         y_NO = grouped_matmul(x_NI, self.weight, counts_G)
-        return y_NO if self.bias is None else y_NO + _rows_of(self.bias, x_NI, counts_G)
+        return y_NO if self.bias is None or x_NI.is_meta else y_NO + _rows_of(self.bias, x_NI, counts_G)
 
 
 def grouped_matmul(
@@ -105,7 +105,7 @@ def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
 def choose_grouped_matmul(x_NI: Tensor) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the rows, else "eager".
 
-    Without the variable, the choice depends only on the dtype, the number of rows, and whether they are on `meta`.
+    Without it, the choice depends only on the dtype, the number of rows, and whether they are on `meta`.
 
     Raises:
         UserError: If the variable names an unknown backend.
@@ -205,9 +205,9 @@ def _counts_on_host(counts_G: Tensor, *, num_rows: int) -> list[int]:
 
 def _eager(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
     """Multiply in a loop over groups; reading the counts is a host-device synchronization."""
-    y_NO = x_NI.new_empty(len(x_NI), weight_GIO.shape[2])
     if x_NI.is_meta:
-        return y_NO  # the counts have no values on meta
+        return x_NI @ weight_GIO[0]  # as many FLOPs; the counts have no values on meta
+    y_NO = x_NI.new_empty(len(x_NI), weight_GIO.shape[2])
     counts = _counts_on_host(counts_G, num_rows=len(x_NI))
     for y, x, weight_IO in zip(y_NO.split(counts), x_NI.split(counts), weight_GIO.unbind(), strict=True):
         torch.mm(x, weight_IO, out=y)
@@ -215,9 +215,9 @@ def _eager(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
 
 
 def _eager_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
-    weight_GOI = x_NI.new_empty(len(counts_G), y_NO.shape[1], x_NI.shape[1])
     if x_NI.is_meta:
-        return weight_GOI
+        return (y_NO.T @ x_NI).repeat(len(counts_G), 1, 1)
+    weight_GOI = x_NI.new_empty(len(counts_G), y_NO.shape[1], x_NI.shape[1])
     counts = _counts_on_host(counts_G, num_rows=len(x_NI))
     for weight_OI, y, x in zip(weight_GOI.unbind(), y_NO.split(counts), x_NI.split(counts), strict=True):
         torch.mm(y.T, x, out=weight_OI)

@@ -79,6 +79,8 @@ class _Combine(torch.autograd.Function):
             return _triton_permute.gather_sum(rows, inverse, weights, copies=weights.shape[1])
         dtype = torch.promote_types(rows.dtype, weights.dtype)
         by_token_TAD = _unpermute(rows, inverse, weights.shape[1]).to(dtype)
+        if rows.is_meta:  # where products are counted: a weighted sum is none
+            return by_token_TAD.sum(dim=1).to(rows.dtype)
         with no_autocast(rows):
             return torch.bmm(weights.unsqueeze(1).to(dtype), by_token_TAD).squeeze(1).to(rows.dtype)
 

@@ -59,6 +59,14 @@ class DeclaresCausality(Protocol):
 
 
 @runtime_checkable
+class DeclaresWindow(Protocol):
+    """`Attention` with the size of its sliding window, including the query's own position; `None` for no limit."""
+
+    @property
+    def window(self) -> int | None: ...  # noqa: D102  (see the class)
+
+
+@runtime_checkable
 class AttentionOfHeads(Protocol):
     """`Attention` with parameters per query head, such as sinks."""
 

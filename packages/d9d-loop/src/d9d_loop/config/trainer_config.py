@@ -276,6 +276,10 @@ class LoggingConfig(Section):
         default=True, description="Prepend time and rank to each line of the log, unless the output is a terminal."
     )
     report: bool = Field(default=True, description="Write `report.html` at the end, from the values in metrics.jsonl.")
+    peak_flops: PositiveFloat | None = Field(
+        default=None,
+        description="Peak FLOP/s of a device, for MFU; null: by its name, from `d9d_metrics.flops.PEAK_FLOPS`.",
+    )
     draw_lr_schedule: bool = Field(
         default=False, description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step."
     )

@@ -41,7 +41,7 @@ from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.same_values import Same
 from d9d_loop.task import BatchTask, LossFunction
-from d9d_pipeline import Schedule, Timeline
+from d9d_pipeline import Inputs, Schedule, Timeline
 from d9d_state import StateMapper, gathered_weights, weight_shards
 
 W = TypeVar("W")
@@ -323,7 +323,13 @@ class Engine:
             self._inside = ""
 
     def accumulate(
-        self, batches: Sequence[Any], loss: LossFunction, *, num_own: int | None = None, measured: bool = False
+        self,
+        batches: Sequence[Any],
+        loss: LossFunction,
+        *,
+        num_own: int | None = None,
+        measured: bool = False,
+        on_microbatch: Callable[[Inputs, Any], object] | None = None,
     ) -> Timeline | None:
         """Run forward and backward of prepared microbatches, without placing batches and without returning values.
 
@@ -335,13 +341,17 @@ class Engine:
             loss: See `forward_backward`.
             num_own: Number of microbatches that count; the later ones are stand-ins. `None` if all count.
             measured: True to measure the pipeline's timeline, which adds a barrier and an all-gather.
+            on_microbatch: Called with the model's inputs and the batch of each microbatch that counts, on the ranks of
+                the last stage.
 
         Returns:
             Start and end of every pipeline action, if `measured`.
         """
         self._require_training("accumulate()")
         num_own = len(batches) if num_own is None else num_own
-        return self._step.forward_backward(self.num_steps + 1, batches, loss, num_own=num_own, measured=measured)
+        return self._step.forward_backward(
+            self.num_steps + 1, batches, loss, num_own=num_own, measured=measured, on_microbatch=on_microbatch
+        )
 
     def step(self, learning_rate: float | None = None, *, only: str | None = None) -> StepResult:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, gradient reduction, clipping and update."""
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.resilience.same_values import NOTHING, Same
 from d9d_loop.task import BatchTask, Loss, LossFunction
-from d9d_pipeline import Executor, Timeline
+from d9d_pipeline import Executor, Inputs, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class TrainStep:
         num_own: int,
         values: dict[int, Mapping[str, Tensor]] | None = None,
         measured: bool = False,
+        on_microbatch: Callable[[Inputs, Any], object] | None = None,
     ) -> Timeline | None:
         """Run forward and backward of all microbatches; see `Engine.accumulate`.
 
@@ -156,6 +157,8 @@ class TrainStep:
         def take_loss(outputs: Any, microbatch: int) -> Tensor:
             if microbatch >= num_own:
                 return _zero_loss(outputs)
+            if on_microbatch is not None:
+                on_microbatch(inputs[microbatch], batches[microbatch])
             taken = _checked(loss(outputs, batches[microbatch]))
             totals.add(taken)
             if values is not None:

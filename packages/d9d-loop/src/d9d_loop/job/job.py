@@ -13,6 +13,7 @@ from d9d_loop.engine.start import Training, build_training
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ModelReady, OptimizerReady
 from d9d_loop.job.evaluation import Evaluator
+from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.journal import Journal
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
@@ -55,8 +56,17 @@ class Job:
     stragglers: StragglerWatch
 
 
-def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext, events: Events) -> Job:
+def build_job(
+    plan: JobPlan,
+    *,
+    store: CheckpointStore,
+    ctx: DistributedContext,
+    events: Events,
+    flops: FlopFormula | None = None,
+) -> Job:
     """Build the parts of a job, and restore the newest checkpoint or load the initial weights. Collective.
+
+    `flops` are the model FLOPs to report; `None` if they are not known.
 
     Emits `ModelReady` and `OptimizerReady`.
 
@@ -117,7 +127,7 @@ def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext,
         evaluate=_build_evaluator(plan, engine),
         state=state,
         record=record,
-        reports=Reports(plan, record=record, metrics=metrics, ctx=ctx),
+        reports=Reports(plan, record=record, metrics=metrics, ctx=ctx, flops=flops),
         profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
         journal=journal,
         watchdog=watchdog,

@@ -254,7 +254,7 @@ def check_metric_names(task: Task) -> None:
                 "d9d_metrics. Derive a class from Metric."
             )
     own = {"loss", "grad_norm", "learning_rate", "peak_memory_gib", f"{task.weight_unit}_per_second"}
-    own |= {"step", "time", "config"}
+    own |= {"step", "time", "config", "flops_per_second", "mfu", "model_flops"}
     if taken := sorted(own & metrics.keys()):
         raise UserError(
             f"the task's metrics include {', '.join(taken)}, which the Trainer reports itself; rename them."

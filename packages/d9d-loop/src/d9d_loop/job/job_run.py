@@ -63,7 +63,8 @@ def run_job(job: Job, launcher: LauncherWatch) -> TrainResult | Stopped:
             before, batches = batches, _next_batches(job)
             # Measure the second step: the first one compiles kernels and creates process groups.
             is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
-            timeline = engine.accumulate(batches, job.loss, num_own=job.loader.num_own, measured=is_measured)
+            own, count = job.loader.num_own, job.reports.meter.add
+            timeline = engine.accumulate(batches, job.loss, num_own=own, measured=is_measured, on_microbatch=count)
             engine.set_learning_rates(plan.lr_schedule(record.step) * record.rate_factor)
             result = engine.step()
             record.step = engine.num_steps

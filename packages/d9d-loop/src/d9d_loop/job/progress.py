@@ -14,6 +14,9 @@ _HIDDEN = ("learning_rate", "grad_norm", "peak_memory_gib")
 
 _GIB = 2**30
 
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+"""Units of FLOP/s."""
+
 
 class Progress:
     """Progress bar over the steps of a job, with the last reported values.
@@ -48,11 +51,15 @@ class Progress:
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Show the values of a step next to the bar, or on a line if there is no bar. Thread-safe."""
+        values = dict(values)
+        speed = _speed(values.pop("flops_per_second", None), values.pop("mfu", None))
         if self._bar.disable:
-            self._print_values(step, values)
+            self._print_values(step, values, speed)
         else:
-            shown = {name: f"{value:.4g}" for name, value in values.items() if name not in _HIDDEN}
-            self._bar.set_postfix({**shown, "memory": f"{peak_bytes(self._device) / _GIB:.1f}GiB"}, refresh=False)
+            known = {name: f"{value:.4g}" for name, value in values.items() if name not in _HIDDEN}
+            self._bar.set_postfix(
+                {**known, **speed, "memory": f"{peak_bytes(self._device) / _GIB:.1f}GiB"}, refresh=False
+            )
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print a row of the evaluation table, after a header if the names of the values changed."""
@@ -70,13 +77,26 @@ class Progress:
         """Close the bar and leave it on the terminal."""
         self._bar.close()
 
-    def _print_values(self, step: int, values: Mapping[str, float]) -> None:
+    def _print_values(self, step: int, values: Mapping[str, float], speed: Mapping[str, str]) -> None:
         elapsed, num_steps = time.monotonic() - self._start, step - self._done
         times = [f"{_duration(elapsed)} elapsed"]
         if num_steps > 0:
             times.append(f"{_duration(elapsed / num_steps * (self._num_steps - step))} remaining")
         shown = [f"{name} {value:.4g}" for name, value in values.items()]
+        if speed:
+            shown.append(", ".join(f"{name} {value}" for name, value in speed.items()))
         self.line("  ".join([f"step {step}/{self._num_steps}:", *shown, ", ".join(times)]))
+
+
+def _speed(flops_per_second: float | None, mfu: float | None) -> dict[str, str]:
+    """Format the speed, such as `12.3 TFLOP/s` and `41 %`, by name."""
+    shown = {}
+    if flops_per_second is not None:
+        factor, unit = next((each for each in _UNITS if flops_per_second >= each[0]), _UNITS[-1])
+        shown["speed"] = f"{flops_per_second / factor:.3g} {unit}FLOP/s"
+    if mfu is not None:
+        shown["MFU"] = f"{100 * mfu:.3g} %"
+    return shown
 
 
 def _duration(seconds: float) -> str:

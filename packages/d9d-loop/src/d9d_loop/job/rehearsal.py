@@ -6,6 +6,7 @@ Code that depends on values, such as `.item()`, cannot be rehearsed; its errors 
 """
 
 import inspect
+import json
 import math
 import sys
 import warnings
@@ -28,6 +29,8 @@ from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.sample_reader import describe_none
 from d9d_loop.data.sample_stream import Entry, SampleStream
+from d9d_loop.job.flop_formula import FlopFormula
+from d9d_loop.job.flop_measurement import measure_flops, meta_copy
 from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.predictions import checked_predictions
@@ -46,8 +49,11 @@ _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "num
 """Words in messages of `RuntimeError` and `TypeError` that only fake tensors raise, and not a real step."""
 
 
-def rehearse(plan: JobPlan) -> None:
+def rehearse(plan: JobPlan) -> FlopFormula | None:
     """Run the first microbatches of a planned job and of its evaluation with fake tensors, in a forked process.
+
+    Return the model FLOPs, which the same process measures, and print why they are not known. If `config.rehearsal` is
+    False, only measure them.
 
     The whole model runs, also of a pipeline; under context parallelism with the part of rank 0. Batches of another
     size, at the end of an epoch and of the evaluation, run too. No collectives. Only rank 0 rehearses. A job that is
@@ -58,19 +64,22 @@ def rehearse(plan: JobPlan) -> None:
             Also if forward writes to parameters that the job shards.
     """
     if plan.model.launch.rank != 0 or plan.is_complete:
-        return
+        return None
     try:
-        message = in_fork(lambda: _Rehearsal(plan).message(), seconds=_SECONDS)
+        found = json.loads(in_fork(lambda: _Rehearsal(plan).to_json(), seconds=_SECONDS))
     except (TimeoutError, EOFError) as error:
         why = f"took longer than {_SECONDS:g} s" if isinstance(error, TimeoutError) else "crashed"
-        message = ""
         print(
             f"d9d: the rehearsal of the first batches {why}, so mistakes in the code of the job are found in its first "
-            "steps. --rehearsal false skips it.",
+            "steps, and its FLOPs are not counted. --rehearsal false skips it.",
             flush=True,
         )
-    if message:
-        raise UserError(message)
+        return None
+    if found["message"]:
+        raise UserError(found["message"])
+    if found["note"]:
+        print(f"d9d: {found['note']}", flush=True)
+    return found["flops"] and FlopFormula.from_json(found["flops"])
 
 
 @final
@@ -81,11 +90,38 @@ class _Rehearsal:
         self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
         self._name, self._batch = type(plan.task).__name__, ""  # the description of the batch, when it is read
         self._which = ""
+        self._first_batch: Any = None
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         mesh = plan.model.mesh
         num_parts = mesh.context_parallel_shard * mesh.context_parallel_replicate
         self._multiple = row_multiple(num_parts, mesh.tensor_parallel)
         self._split: Any = ContextSplit(_FirstRank(num_parts)) if num_parts > 1 else None  # ty: ignore[invalid-argument-type] - no process group
+
+    def to_json(self) -> str:
+        """Return the mistake, and if there is none the FLOPs of the model and a note about them, as JSON."""
+        config, whole = self._plan.config, self._plan.model.built.module
+        found: dict[str, Any] = {"message": "", "flops": None, "note": ""}
+        try:
+            model: Any = meta_copy(whole)  # before code that keeps tensors in the model
+        except Exception as error:
+            model = error
+        if config.rehearsal:
+            found["message"] = self.message()
+        if not found["message"]:
+            try:
+                if isinstance(model, Exception):
+                    raise model
+                if self._first_batch is None:
+                    self._first_batch = self._read(self._plan.stream, self._plan.microbatch_size)
+                with _eager():
+                    formula, has_unknown_mask = measure_flops(model, self._task, self._first_batch)
+                found["flops"] = formula.to_json()
+                if has_unknown_mask:
+                    found["note"] = "model FLOPs count attention with a mask of its own as causal attention."
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                found["note"] = f"model FLOPs are not counted: the model cannot be run without values ({why})."
+        return json.dumps(found)
 
     def message(self) -> str:
         """Run the batches and return the message about the first mistake; empty if there is none."""
@@ -99,6 +135,7 @@ class _Rehearsal:
                 if is_evaluation:
                     self._model.eval()  # the last batches; those of the training run in the modes of the built model
                 batch = self._read(stream, size)
+                self._first_batch = batch if self._first_batch is None else self._first_batch
                 with torch.set_grad_enabled(not is_evaluation):
                     outputs = self._run(batch)
                 if not is_evaluation:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -11,14 +11,16 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, UserError
 from d9d_loop.engine.job_state import Record
 from d9d_loop.engine.train_step import StepResult
+from d9d_loop.job.flop_formula import FlopFormula
+from d9d_loop.job.flop_meter import FlopMeter
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.progress import Progress
 from d9d_loop.job.run_files import write_environment
 from d9d_loop.report.run_report import write_report
-from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers
+from d9d_metrics import Metric, MetricCollector, ModelFlops, MultiTracker, Tracker, build_trackers, peak_flops
 from d9d_metrics.peak_memory import peak_bytes
 from d9d_metrics.trackers.values import Tracked
 
@@ -35,9 +37,22 @@ class Reports:
     """
 
     def __init__(
-        self, plan: JobPlan, *, record: Record, metrics: Mapping[str, Metric], ctx: DistributedContext
+        self,
+        plan: JobPlan,
+        *,
+        record: Record,
+        metrics: Mapping[str, Metric],
+        ctx: DistributedContext,
+        flops: FlopFormula | None = None,
     ) -> None:
         self._plan, self._config = plan, plan.config
+        self.meter = FlopMeter(flops, plan.task, splits_rows=ctx.size("batch", "cp") > 1)
+        self._peak = plan.config.logging.peak_flops
+        if self._peak is None:
+            with suppress(UserError):  # the device is not in the table
+                self._peak = peak_flops(ctx.device)
+        # The ranks of the metric do not include tensor-parallel ones.
+        self._flops = ModelFlops((0.0 if self._peak is None else self._peak) * ctx.size("batch", "tp")).to(ctx.device)
         self._record, self._metrics, self._ctx = record, metrics, ctx
         self._throughput_name = f"{plan.task.weight_unit}_per_second"
         self._open = ExitStack()
@@ -63,9 +78,8 @@ class Reports:
             )
             opened.callback(self.progress.close)
             group = ctx.group_for("batch", "pp", "dp", "cp")
-            self._collector = opened.enter_context(
-                MetricCollector(self._metrics, group, self._deliver, device=ctx.device)
-            )
+            metrics = self._metrics if self.meter.formula is None else {**self._metrics, "model_flops": self._flops}
+            self._collector = opened.enter_context(MetricCollector(metrics, group, self._deliver, device=ctx.device))
             self._open = opened.pop_all()
         self._clock = _Clock(ctx.device)
         return self
@@ -92,11 +106,13 @@ class Reports:
         step, every, device = self._record.step, self._config.logging.every, self._ctx.device
         if step % every and step not in (1, self._plan.steps):
             return
+        throughput, seconds = self._clock.lap()
+        self._flops.update(self.meter.take(), seconds)
         values = {
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
-            self._throughput_name: self._clock.lap(),
+            self._throughput_name: throughput,
             "peak_memory_gib": torch.full((), peak_bytes(device) / 2**30, dtype=torch.float64, device=device),
         }
         self._collector.collect(step, values)
@@ -144,6 +160,9 @@ class Reports:
 
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
         """Pass values to the tracker and the progress bar, in the collector's thread."""
+        values = {name.removeprefix("model_flops/"): value for name, value in values.items()}
+        if self._peak is None:
+            values.pop("mfu", None)
         self._tracker.log(step, values)
         self.progress.values(step, values)
 
@@ -160,18 +179,19 @@ class _Clock:
     def add(self, weight: torch.Tensor) -> None:
         self._lap_weight = self._lap_weight + weight
 
-    def lap(self) -> torch.Tensor:
-        """Return the throughput since the last lap as a device tensor, and begin a new lap.
+    def lap(self) -> tuple[torch.Tensor, float]:
+        """Return the throughput since the last lap as a device tensor, and its seconds; begin a new lap.
 
         No host-device synchronization: time is measured on the host, which is about equally far ahead of the device at
         the start and the end of a lap.
         """
         self._take_time()
-        throughput = self._lap_weight / max(self._lap_seconds, 1e-9)
+        seconds = max(self._lap_seconds, 1e-9)
+        throughput = self._lap_weight / seconds
         self._total_weight = self._total_weight + self._lap_weight
         self._total_seconds += self._lap_seconds
         self._lap_weight, self._lap_seconds = torch.zeros_like(self._lap_weight), 0.0
-        return throughput
+        return throughput, seconds
 
     def average(self) -> torch.Tensor:
         """Return the throughput over the total running time as a device tensor. The meter must be stopped."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 
-from d9d_dist import DistributedContext, UserError, agree
+from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_dist.failures.first_failure import named_failure
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.local_tiers import local_tiers
@@ -13,6 +13,7 @@ from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.code_digest import describe_code
 from d9d_loop.job.earlier_run import check_owner, check_progress, keep_earlier_files, read_earlier_run
 from d9d_loop.job.end_command import describe_cause, early_failure_reported, report_early_failure, run_command
+from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.job import Job, build_job
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_run import evaluate_job, run_job
@@ -30,12 +31,12 @@ def train(plan: JobPlan, events: Events, run: Callable[[Job], TrainResult | Stop
     launch, config = plan.model.launch, plan.config
     with LauncherWatch() as launcher, ExitStack() as stack:
         with early_failure_reported(config.run, launch.rank):
-            mistake = _rehearse(plan) if config.rehearsal else None
+            rehearsed = _rehearse(plan)
             timeouts = config.resilience.timeouts.timeouts
             mesh = plan.model.mesh.build(launch=launch, timeouts=timeouts, precision=config.precision)
             ctx = stack.enter_context(mesh)
         result = _train(
-            plan, ctx, events, launcher, mistake, run=run or (evaluate_job if config.evaluation.only else None)
+            plan, ctx, events, launcher, rehearsed, run=run or (evaluate_job if config.evaluation.only else None)
         )
     if isinstance(result, Stopped):
         # Raised outside the context, which would report the exception to the other ranks as a failure.
@@ -43,15 +44,17 @@ def train(plan: JobPlan, events: Events, run: Callable[[Job], TrainResult | Stop
     return result
 
 
-def _rehearse(plan: JobPlan) -> UserError | None:
-    """Rehearse on rank 0. Return its mistake if other ranks wait for this rank, and raise it if there are none."""
+def _rehearse(plan: JobPlan) -> FlopFormula | UserError | None:
+    """Rehearse on rank 0; return the FLOPs of the model, if they are known.
+
+    Return the mistake of rank 0 if other ranks wait for this rank, and raise it if there are none.
+    """
     try:
-        rehearse(plan)
+        return rehearse(plan)
     except UserError as error:
         if plan.model.launch.world_size == 1:
             raise
         return error
-    return None
 
 
 def _train(
@@ -59,7 +62,7 @@ def _train(
     ctx: DistributedContext,
     events: Events,
     launcher: LauncherWatch,
-    mistake: UserError | None,
+    rehearsed: FlopFormula | UserError | None,
     *,
     run: Callable[[Job], TrainResult | Stopped] | None,
 ) -> TrainResult | Stopped:
@@ -73,7 +76,7 @@ def _train(
         agree_on_start(
             plan.resolved,
             ctx,
-            mistake=mistake,
+            mistake=rehearsed if isinstance(rehearsed, UserError) else None,
             code=describe_code(plan.model.built, plan.task, others) if ctx.world_size > 1 else {},
             data={"the training data": plan.data_identity, "the evaluation data": plan.evaluation_identity},
             health=config.resilience.health,
@@ -87,7 +90,8 @@ def _train(
         wait_seconds = config.resilience.timeouts.lock_seconds
         with store.locked(ctx, wait_seconds=wait_seconds), _locked_for_export(config, ctx), store:
             is_locked = True
-            job = build_job(plan, store=store, ctx=ctx, events=events)
+            assert not isinstance(rehearsed, UserError)  # all ranks have raised it
+            job = build_job(plan, store=store, ctx=ctx, events=events, flops=_of_rank_0(rehearsed, ctx))
             _describe_start(job)
             if run is not None:
                 return run(job)
@@ -109,6 +113,12 @@ def _train(
         else:  # without the lock, the status may be that of another job
             report_early_failure(config.run, ctx.rank, error, writes_status=is_locked)
         raise
+
+
+def _of_rank_0(flops: FlopFormula | None, ctx: DistributedContext) -> FlopFormula | None:
+    """Return the FLOPs that rank 0 has measured. Collective."""
+    values = gather_json(None if flops is None else flops.to_json(), alone=ctx.world_size == 1)[0]
+    return None if values is None else FlopFormula.from_json(values)
 
 
 def _describe_start(job: Job) -> None:

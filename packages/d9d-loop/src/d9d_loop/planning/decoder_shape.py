@@ -123,12 +123,15 @@ class DecoderShape:
 
     def flops_per_token(self, length: int, *, causal: bool = True) -> float:
         """Return the model FLOPs per token of a training step, for sequences of `length` tokens."""
-        head_dim = self.head_dim if self.latent is None else (self.head_dim + self.latent[2] + self.latent[3]) / 2
+        rope, value_dim = (0, None) if self.latent is None else self.latent[2:]
         return transformer_flops_per_token(
             num_matmul_parameters=self.matmul_parameters,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
-            head_dim=head_dim,  # ty: ignore[invalid-argument-type]
+            head_dim=self.head_dim + rope,
+            value_dim=value_dim,
+            window=self.window or None,
+            num_window_layers=self.num_layers // 2,
             sequence_length=length,
             causal=causal,
         )

@@ -93,6 +93,11 @@ class ChosenAttention:
         """See `DeclaresCausality`."""
         return self.options.is_causal
 
+    @property
+    def window(self) -> int | None:
+        """See `DeclaresWindow`."""
+        return self.options.window
+
     def __call__(
         self,
         q_BLHK: Tensor,

@@ -1,0 +1,86 @@
+"""Model FLOPs of a training step as a formula: a part for each row of the inputs, and one for each pair of positions.
+
+A job measures its coefficients once. `d9d_metrics.transformer_flops_per_token` is the same for known sizes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from d9d_metrics.flops import num_pairs
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFlops:
+    """FLOPs of attention layers with the same mask, for each pair of a query and a key that the mask allows.
+
+    Attributes:
+        per_pair: FLOPs of a pair, summed over heads and layers.
+        is_causal: True if a position attends to itself and earlier positions only.
+        window: Sliding-window size, as in `d9d_modules.AttentionOptions`; `None` for no limit.
+        chunk: Size of the chunks of a row within which positions attend, as in Llama 4; `None` for no chunks.
+    """
+
+    per_pair: float
+    is_causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def pairs_of_lengths(self, lengths: Iterable[float]) -> float:
+        """Return the number of pairs in rows of one document each, of some lengths."""
+        return sum(num_pairs(each, causal=self.is_causal, window=self.window, chunk=self.chunk) for each in lengths)
+
+    def pairs_at(self, numbers_BL: Tensor) -> Tensor:
+        """Return the number of pairs, 0-dim int64, in packed rows. No host-device synchronization.
+
+        `numbers_BL`, integer, numbers the positions of each document from 1, in the order of the row; 0 at padding. So
+        `min(number, window)` keys up to a position are visible. Without causality, as many are visible after it in the
+        whole document.
+        """
+        if self.chunk is not None:
+            since_chunk_L = torch.arange(numbers_BL.shape[1], device=numbers_BL.device) % self.chunk + 1
+            numbers_BL = numbers_BL.minimum(since_chunk_L)
+        if self.window is not None:
+            numbers_BL = numbers_BL.clamp(max=self.window)
+        num_seen = numbers_BL.sum()
+        return num_seen if self.is_causal else 2 * num_seen - (numbers_BL > 0).sum()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopFormula:
+    """Model FLOPs of forward and backward passes; see `d9d_metrics.flops` for what they include.
+
+    Attributes:
+        per_row: FLOPs of a row of the inputs, without attention. A row is a token, or an element of another input.
+        attention: Attention layers, by mask.
+    """
+
+    per_row: float
+    attention: tuple[AttentionFlops, ...] = ()
+
+    def of_lengths(self, lengths: Iterable[float]) -> float:
+        """Return the FLOPs of documents of some lengths, in tokens."""
+        lengths = tuple(lengths)
+        pairs = sum(each.per_pair * each.pairs_of_lengths(lengths) for each in self.attention)
+        return self.per_row * sum(lengths) + pairs
+
+    def at(self, numbers_BL: Tensor) -> Tensor:
+        """Return the FLOPs of packed rows, 0-dim float64; for `numbers_BL` see `AttentionFlops.pairs_at`."""
+        total = self.per_row * (numbers_BL > 0).sum().double()
+        for each in self.attention:
+            total = total + each.per_pair * each.pairs_at(numbers_BL)
+        return total
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the coefficients as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the formula with coefficients of `to_json`."""
+        return cls(per_row=values["per_row"], attention=tuple(AttentionFlops(**each) for each in values["attention"]))

@@ -1,0 +1,250 @@
+"""Measurement of a job's model FLOPs: forward and backward of a microbatch on `meta`, before the job starts.
+
+The products are counted by torch's formulas. Attention is replaced, because its FLOPs depend on the documents of each
+step: `FlopFormula` has its FLOPs for each pair of positions. The replacements are not undone, so measure in a process
+that ends afterwards, on a copy of the model.
+"""
+
+import copy
+import math
+import sys
+from collections import defaultdict
+from functools import partial
+from types import FunctionType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, DeclaresWindow
+from d9d_loop.job.backward_walk import walk_backward
+from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula
+from d9d_loop.task import Task, to_inputs
+from d9d_pipeline import Inputs
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Copy a model, with its parameters and buffers on `meta`."""
+    memo: dict[int, Any] = {}
+    for each in model.parameters():
+        memo[id(each)] = nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
+    for each in model.buffers():
+        memo[id(each)] = torch.empty_like(each, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def rows_of(inputs: Inputs) -> tuple[Tensor, bool]:
+    """Return the input whose elements are the rows of `FlopFormula`, and True if they are tokens [B, L].
+
+    It is the argument `input_ids`, or the first one. Of embeddings `inputs_embeds` [B, L, D], the tokens are the rows.
+    """
+    shared = inputs.shared
+    if isinstance(embeddings := shared.get("inputs_embeds"), Tensor):
+        return embeddings[..., 0], True
+    leaves = pytree.tree_leaves((shared.get("input_ids"), inputs.first, shared))
+    rows = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return rows, rows.dim() == 2 and not rows.is_floating_point()
+
+
+def measure_flops(model: nn.Module, task: Task, batch: Any) -> tuple[FlopFormula, bool]:
+    """Return the FLOPs of a model on `meta`, from a microbatch of its task; True if the pairs of a mask are not known.
+
+    Raises any exception of code that cannot run on `meta`, such as code that reads values.
+    """
+    with torch.device("meta"):
+        batch = pytree.tree_map_only(Tensor, lambda each: each.to("meta"), batch)
+        inputs = to_inputs(task.inputs(batch))
+        rows, are_tokens = rows_of(inputs)
+        counter = _ProductCounter()
+        attention = _AttentionCalls(rows.shape if are_tokens else None, counter)
+        attention.replace(model)
+        with counter:
+            loss = task.loss(model(*inputs.first, **inputs.shared), batch).total
+            counter.in_backward = True
+            _backward(loss)
+    formula = FlopFormula(
+        per_row=counter.flops / rows.numel(),
+        attention=tuple(
+            AttentionFlops(per_pair=flops, is_causal=is_causal, window=window, chunk=chunk)
+            for (is_causal, window, chunk), flops in attention.per_pair.items()
+        ),
+    )
+    return formula, attention.has_unknown_mask
+
+
+def _backward(loss: Tensor) -> None:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "fork" not in str(error):
+            raise
+        walk_backward(loss)
+
+
+@final
+class _ProductCounter(TorchDispatchMode):
+    """Dispatch mode that sums the FLOPs of products and convolutions, without recomputed ones.
+
+    Attributes:
+        flops: The sum.
+        in_backward: True during the backward pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.in_backward = 0.0, False
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the current operator is recomputed."""
+        # The forward of an own autograd function runs without gradients, but under the hooks of the recomputation.
+        return self.in_backward and (torch.is_grad_enabled() or _top_saved_tensors_default_hooks(True) is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet is torch.ops.aten.convolution_backward:
+            flops = _convolution_gradients_flops(*args)
+        elif packet is torch.ops.aten._grouped_mm:
+            flops = _grouped_flops(*args[:2])
+        elif packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=result))
+        else:
+            return result
+        self.flops += 0 if self.recomputes else flops
+        return result
+
+
+def _convolution_gradients_flops(gradient: Tensor, x: Tensor, weight: Tensor, *options: Any) -> int:
+    """Return the FLOPs of the gradients of a convolution; torch's formula does not divide them by the groups."""
+    *_, is_transposed, _, _, needed = options
+    positions = x if is_transposed else gradient
+    return 2 * positions.numel() * weight[0].numel() * sum(needed[:2])
+
+
+def _grouped_flops(left: Tensor, right: Tensor) -> int:
+    """Return the FLOPs of a grouped product; each row, or column, of a 2-dim operand belongs to one group."""
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    return 2 * rows * inner * columns * (len(left) if left.dim() == right.dim() == 3 else 1)
+
+
+@final
+class _AttentionCalls:
+    """Replacement of attention functions, which records the FLOPs of each call.
+
+    Attributes:
+        per_pair: FLOPs of a pair of positions of a row of tokens, by mask: causality, window and chunk.
+        has_unknown_mask: True if a call has a mask whose pairs are not known.
+
+    Args:
+        shape: Number of rows of tokens, and of tokens in a row; `None` if the inputs are no tokens.
+        counter: Counter to which the FLOPs of attention between other positions are added, such as those of an image.
+    """
+
+    def __init__(self, shape: torch.Size | None, counter: _ProductCounter) -> None:
+        self._counter = counter
+        self._num_rows, self._length = (1, None) if shape is None else (shape[0], shape[1])
+        self.has_unknown_mask = False
+        self.per_pair: dict[tuple[bool, int | None, int | None], float] = defaultdict(float)
+
+    def replace(self, model: nn.Module) -> None:
+        """Replace the attention functions of a model's modules, of `transformers` and of torch."""
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:  # a function, which becomes a method of a class
+            return self._of_protocol(*args, **kwargs)
+
+        for module in model.modules():
+            function = vars(module).get("attention_function")
+            if isinstance(function, FunctionType):
+                module.attention_function = partial(self._of_protocol, function)  # ty: ignore[invalid-assignment]
+            elif function is not None:  # keep its type, which modules may check
+                type(function).__call__ = call
+        if (utils := sys.modules.get("transformers.modeling_utils")) is not None:
+            name = "d9d_flops"  # without a mask function of this name, transformers builds no masks
+            utils.ALL_ATTENTION_FUNCTIONS.register(name, self._of_transformers)
+            for module in model.modules():
+                if isinstance(module, utils.PreTrainedModel):
+                    module.set_attn_implementation(name)
+        F.scaled_dot_product_attention = self._sdpa  # ty: ignore[invalid-assignment]
+
+    def _of_protocol(
+        self,
+        function: Attention,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGV: Tensor,
+        *,
+        mask_BLS: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Replace an attention function of d9d's protocol."""
+        is_causal = function.is_causal if isinstance(function, DeclaresCausality) else True
+        window = function.window if isinstance(function, DeclaresWindow) else None
+        self.has_unknown_mask |= mask_BLS is not None
+        q, k, v = (each.transpose(1, 2) for each in (q_BLHK, k_BSGK, v_BSGV))
+        return self._attend(q, k, v, is_causal=is_causal, window=window).transpose(1, 2)
+
+    def _of_transformers(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        given = kwargs.get("is_causal")
+        is_causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        window = kwargs.get("sliding_window") or None
+        chunk: int | None = None
+        config: Any = vars(module).get("config")
+        kinds, index = getattr(config, "layer_types", None), vars(module).get("layer_idx")
+        if kinds and index is not None and kinds[index] == "chunked_attention":
+            chunk = config.attention_chunk_size
+        self.has_unknown_mask |= mask is not None
+        attended = self._attend(query, key, value, is_causal=is_causal, window=window, chunk=chunk)
+        return attended.transpose(1, 2), None
+
+    def _sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Replace torch's function. The pairs of a mask are not known, unless it is one of keys: count causal ones."""
+        is_causal = args[1] if len(args) > 1 else kwargs.get("is_causal", False)
+        if attn_mask is not None and attn_mask.shape[-2] > 1:
+            is_causal = self.has_unknown_mask = True
+        return self._attend(query, key, value, is_causal=is_causal)
+
+    def _attend(
+        self,
+        q_BHLK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSV: Tensor,
+        *,
+        is_causal: bool,
+        window: int | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Return a tensor of the attention's shape that depends on all operands; record the FLOPs."""
+        out = (q_BHLK.sum(-1, keepdim=True) + k_BGSK.sum() + v_BGSV.sum()).expand(*q_BHLK.shape[:-1], v_BGSV.shape[-1])
+        if self._counter.recomputes:
+            return out
+        flops = math.prod(q_BHLK.shape[:-2]) * _flops_per_pair(q_BHLK, k_BGSK, v_BGSV)
+        length, key_length = q_BHLK.shape[-2], k_BGSK.shape[-2]
+        if length == key_length == self._length:
+            self.per_pair[is_causal, window, chunk] += flops / self._num_rows
+        else:
+            mask = AttentionFlops(per_pair=flops, is_causal=is_causal, window=window, chunk=chunk)
+            self._counter.flops += flops * (
+                mask.pairs_of_lengths([length]) if length == key_length else length * key_length
+            )
+        return out
+
+
+def _flops_per_pair(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Return the FLOPs of a pair of positions and a head, of forward and of the gradients that autograd computes."""
+    needs_q, needs_k, needs_v = (torch.is_grad_enabled() and each.requires_grad for each in (query, key, value))
+    key_size, value_size = query.shape[-1], value.shape[-1]
+    num_of_keys = 1 + needs_q + needs_k  # the scores, and the gradients of both operands
+    num_of_values = 1 + needs_v + (needs_q or needs_k)  # the output, and the gradients of values and scores
+    return 2 * (key_size * num_of_keys + value_size * num_of_values)

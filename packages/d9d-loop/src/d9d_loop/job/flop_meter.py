@@ -1,0 +1,81 @@
+"""Model FLOPs of the microbatches of a job, from a formula and the rows and documents of each microbatch.
+
+B: rows, L: positions of this rank.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d9d_loop.job.flop_formula import FlopFormula
+from d9d_loop.job.flop_measurement import rows_of
+from d9d_loop.task import BatchTask
+from d9d_pipeline import Inputs
+
+
+@final
+class FlopMeter:
+    """Sum of the model FLOPs of microbatches. No host-device synchronization, no collectives.
+
+    Args:
+        formula: FLOPs of rows and pairs of positions; `None` if they are not known: the meter then counts nothing.
+        task: Task of the job, which knows the mask of tokens.
+        splits_rows: True if context-parallel ranks have parts of each row.
+    """
+
+    def __init__(self, formula: FlopFormula | None, task: BatchTask, *, splits_rows: bool) -> None:
+        self.formula = formula
+        self._task, self._splits_rows = task, splits_rows
+        self._whole: dict[torch.Size, float] = {}
+        self._total: Tensor | float = 0.0
+
+    def add(self, inputs: Inputs, batch: Any) -> None:
+        """Add a microbatch: the model's inputs, and the batch that they were made of."""
+        if self.formula is None:
+            return
+        rows, are_tokens = rows_of(inputs)
+        numbers_BL = document_numbers(inputs, rows, splits_rows=self._splits_rows) if are_tokens else None
+        mask_BL = self._task.token_mask(batch) if are_tokens else None
+        if mask_BL is not None and mask_BL.shape == rows.shape:
+            if numbers_BL is None:
+                numbers_BL = torch.arange(1, rows.shape[1] + 1, device=rows.device)
+            numbers_BL = numbers_BL * mask_BL
+        if numbers_BL is not None:
+            self._total = self._total + self.formula.at(numbers_BL)
+            return
+        if rows.shape not in self._whole:
+            lengths = [rows.shape[1]] * rows.shape[0] if are_tokens else [1] * rows.numel()
+            self._whole[rows.shape] = self.formula.of_lengths(lengths)
+        self._total = self._total + self._whole[rows.shape]
+
+    def take(self) -> Tensor | float:
+        """Return the sum since the last call."""
+        total, self._total = self._total, 0.0
+        return total
+
+
+def document_numbers(inputs: Inputs, rows_BL: Tensor, *, splits_rows: bool) -> Tensor | None:
+    """Return the numbers of positions in their documents [B, L], from 1 and 0 at padding; `None` for whole rows.
+
+    They follow from `document_ids_BL`, else from `position_ids`, `attention_mask` or `cu_seq_lens_q`. The ids of a part
+    of a row do not show where its documents start, so parts need position ids.
+    """
+    shared, shape = inputs.shared, rows_BL.shape
+    ids_BL = shared.get("document_ids_BL")
+    if isinstance(ids_BL, Tensor) and not splits_rows:
+        is_first_BL = F.pad(ids_BL[:, 1:] != ids_BL[:, :-1], (1, 0))
+        positions_L = torch.arange(shape[1], device=ids_BL.device)
+        return positions_L - (positions_L * is_first_BL).cummax(dim=1).values + 1
+    positions = shared.get("position_ids")
+    if isinstance(positions, Tensor) and positions.shape in {shape, (1, shape[1]), shape[1:]}:
+        return (positions + 1).expand(shape)
+    mask_BL = shared.get("attention_mask")
+    if isinstance(mask_BL, Tensor) and mask_BL.shape == shape:
+        return mask_BL.cumsum(dim=1) * mask_BL
+    if isinstance(ends_N := shared.get("cu_seq_lens_q"), Tensor):
+        positions_L = torch.arange(shape[1], device=ends_N.device)
+        starts_L = ends_N[torch.searchsorted(ends_N, positions_L, right=True) - 1]
+        return (positions_L - starts_L + 1).expand(shape)
+    return None
