@@ -431,14 +431,14 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 
 LINES = {
-    "d9d-dist": 8900,
-    "d9d-loop": 36500,
+    "d9d-dist": 8850,
+    "d9d-loop": 36350,
     "d9d-metrics": 3850,
-    "d9d-modules": 9500,
+    "d9d-modules": 9450,
     "d9d-moe": 3100,
     "d9d-peft": 2850,
     "d9d-pipeline": 2850,
-    "d9d-state": 8600,
+    "d9d-state": 8550,
 }
 """Budget of source lines of each package. A new feature pays by a simplification."""
 
