@@ -56,8 +56,9 @@ def build_pipeline(
     if provider.late_init:
         for stage in stages.values():
             materialize(stage, device=ctx.device, seed=seed)
-    elif ctx.world_size > 1:
-        report_different_values(whole, ctx)
+    elif ctx.world_size > 1 or len(stages) > 1:
+        if ctx.world_size > 1:
+            report_different_values(whole, ctx)
         build = partial(_values_of, provider, whole, seed=seed) if ctx.is_main_process else None
         layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
         place_values(list(stages.values()), layout, build, device=ctx.device)

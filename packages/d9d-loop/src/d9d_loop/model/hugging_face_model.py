@@ -18,7 +18,9 @@ from torch import nn
 from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp, parallelize_tensor
 from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
+from d9d_loop.model._block_trace import BlockTrace, trace_blocks
 from d9d_loop.model._hugging_face_heads import Accepted
+from d9d_loop.model._hugging_face_stage import Absent, cut_stage
 from d9d_loop.model.export_notes import with_older_entries
 from d9d_loop.model.folder_dtypes import FolderDtypes
 from d9d_loop.model.model_provider import ModelProvider
@@ -42,6 +44,8 @@ def hugging_face_model(
     **config_changes: Any,
 ) -> ModelProvider:
     """Return a provider of a `transformers` model with the weights of a folder, or with the model's initialization.
+
+    A decoder is split into the stages of `mesh.pipeline_parallel` at its list of blocks.
 
     From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
     buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block listed in the
@@ -122,19 +126,17 @@ class _HuggingFaceModel(ModelProvider):
     built_config: JsonValue = None
     mappers: dict[Path, StateMapper] = field(default_factory=dict)
     new_parameters: frozenset[str] = frozenset()
+    trace: BlockTrace | None = None
 
     @property
     def initial_weights(self) -> Path | None:
         return self.folder
 
     def build(self, stage: StageInfo) -> nn.Module:
-        if stage.count > 1:
-            raise UserError(
-                f"mesh.pipeline_parallel gives {stage.count} stages, but {self.model_class.__name__} cannot be split "
-                "into stages; expected 1. Set it to 1 and shard with mesh.data_parallel_shard, or write a "
-                "ModelProvider."
-            )
         model = self._build_whole() if self.folder is None else self._build_for(self.folder)
+        if stage.count > 1:
+            self.trace = self.trace or trace_blocks(model)
+            cut_stage(model, self.trace, stage)
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
         dtype = model.dtype if self._folder_dtypes is None else self._folder_dtypes.main
@@ -146,18 +148,22 @@ class _HuggingFaceModel(ModelProvider):
         self._refuse_axes(type(model).__name__, ctx)
         tensor = ctx.mesh_for("dense")["tp"]
         if tensor.size() > 1:
-            plan = tensor_plan(model, tensor.size())
+            # A stage has the plan of the whole model, so that copies of tied parameters are split in the same way.
+            plan = tensor_plan(self.trace.model if self.trace else model, tensor.size())
             if ctx.is_main_process:
                 for block, reasons in plan.whole.items():
                     print(f"d9d: mesh.tensor_parallel does not split {block}, because of {', '.join(reasons)}.")
-            parallelize_tensor(model, tensor, plan.styles)
+            present = {name for name, module in model.named_modules() if not isinstance(module, Absent)}
+            parallelize_tensor(model, tensor, {name: each for name, each in plan.styles.items() if name in present})
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # Do not cast inputs: blocks get float32 rotary tables, and activations already in the compute dtype.
         precision = ctx.precision if self.precision == "job" else self.precision
         inner = precision and replace(precision, cast_inputs=False)
+        # In a pipeline, do not reshard after forward: a stage would gather its parameters for each microbatch.
+        reshard = ctx.size("regular", "pp") == 1
         for block in _blocks(model):
-            parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner)
-        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=precision)
+            parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner, reshard_after_forward=reshard)
+        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=precision, reshard_after_forward=reshard)
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
         from d9d_loop.model._hugging_face_weights import released_mapper  # noqa: PLC0415 - needs an optional extra
