@@ -7,7 +7,7 @@ Adam would turn a gradient that is zero except for rounding into a full step.
 import io
 import random
 import signal
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from math import log2, prod
 from pathlib import Path
@@ -35,6 +35,8 @@ from d9d_loop import (
     TrainerConfig,
     hugging_face_model,
 )
+from d9d_loop.model._block_trace import trace_blocks
+from d9d_loop.model._hugging_face_stage import cut_stage
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -240,6 +242,42 @@ class _WithItsPlan(ModelProvider):
         hugging_face_model(model.config, type(model), tp_plan="auto").parallelize(model, ctx)
 
 
+class _InStages(ModelProvider):
+    """Provider of a decoder of `transformers`, split into pipeline stages."""
+
+    late_init = False
+
+    def __init__(self, animal: Entry) -> None:
+        self._animal = animal
+
+    def build(self, stage: StageInfo) -> torch.nn.Module:
+        model = self._animal.module()
+        if stage.count > 1:
+            cut_stage(model, trace_blocks(model), stage)
+        return model
+
+
+def stage_differences(names: Sequence[str], folder: str, counts: Sequence[int] = (2, 3)) -> dict[str, str]:
+    """Train decoders in pipeline stages of one process; return the first difference or error of each."""
+    found: dict[str, str] = {}
+    for name in names:
+        expected = torch.load(_path(folder, name), weights_only=True)
+        for count in counts:
+            schedule = {"kind": "looped_bfs", "stages_per_rank": count}
+            try:
+                trace = _trace(entry(name), {}, _path(folder, f"{name} {count}"), pipeline={"schedule": schedule})
+            except UserError as error:
+                found[name] = f"error: {error}"
+                break
+            except Exception as error:
+                found[name] = f"{count} stages: {type(error).__name__}: {error}"[:600]
+                break
+            if lines := list(_compare(trace, expected, 1)):
+                found[name] = f"{count} stages: {lines[0]}"
+                break
+    return found
+
+
 def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folder: str) -> dict[str, list[str]]:
     """Train in layouts and return the differences from the plain loop; refusals start with "refused".
 
@@ -293,7 +331,7 @@ def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path, **settings: Any
 
     trainer = Trainer(
         _config(mesh, folder, settings),
-        model=_WithItsPlan(animal) if "tensor_parallel" in mesh else lambda stage: animal.module(),
+        model=_provider(animal, mesh, settings),
         data=samples,
         task=_Sum(),
         optimizer=_sgd,
@@ -307,6 +345,14 @@ def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path, **settings: Any
     trainer.events.on(Finished, lambda event: trace.update(trained=values(event.model)))
     trainer.train()
     return trace
+
+
+def _provider(
+    animal: Entry, mesh: Mapping[str, int], settings: Mapping[str, Any]
+) -> ModelProvider | Callable[[StageInfo], torch.nn.Module]:
+    if "pipeline" in settings:
+        return _InStages(animal)
+    return _WithItsPlan(animal) if "tensor_parallel" in mesh else lambda stage: animal.module()
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -17,11 +17,15 @@ from zoo import BATCH, Batch, Entry, ids, normal
 
 _MOST_PARAMETERS = 3_000_000
 
+_DEPTHS = (
+    *("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_hidden_layers"),
+    *("num_decoder_layers", "num_encoder_layers", "depth"),
+)
+
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "embedding_size"), 32),
     **dict.fromkeys(("d_embed", "emb_dim", "encoder_hidden_size", "decoder_hidden_size", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_hidden_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "depth"), 2),
+    **dict.fromkeys(_DEPTHS, 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads", "multi_query_group_num"), 2),
@@ -185,6 +189,7 @@ def library_entry(name: str) -> Entry:
     library, _, model = name.partition(":")
     makers: dict[str, Callable[[str], Entry]] = {
         "transformers": _transformers,
+        "decoders": lambda name: _transformers(name, num_layers=4),
         "timm": _timm,
         "torchvision": _torchvision,
         "diffusers": _diffusers,
@@ -192,13 +197,13 @@ def library_entry(name: str) -> Entry:
     return makers[library](model)
 
 
-def _transformers(model_type: str) -> Entry:
+def _transformers(model_type: str, num_layers: int = 2) -> Entry:
     import transformers  # noqa: PLC0415
 
     kind = getattr(transformers, transformers_names()[model_type])
     config = kind.config_class()
     for part in _parts(config):
-        _shrink(part)
+        _shrink(part, num_layers)
     with torch.device("meta"):
         meta = cast(PreTrainedModel, kind(copy.deepcopy(config)))
     size = sum(parameter.numel() for parameter in meta.parameters())
@@ -220,17 +225,18 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             yield from _parts(value)
 
 
-def _shrink(config: PretrainedConfig) -> None:
+def _shrink(config: PretrainedConfig, depth: int) -> None:
+    """Make a configuration small; `depth` is the number of layers. Values per layer are the first ones and the last."""
     num_layers = getattr(config, "num_hidden_layers", None)
     for key, value in list(vars(config).items()):
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
         elif isinstance(value, list | tuple) and len(value) == num_layers and key not in _SMALL:
-            setattr(config, key, type(value)([value[0], value[-1]]))
+            setattr(config, key, type(value)([*value[: depth - 1], value[-1]]))
         elif key in _SMALL and (value is not None or key in _SET_IF_NONE):
-            small = _SMALL[key]
+            small = depth if key in _DEPTHS else _SMALL[key]
             if isinstance(value, list | tuple):
-                count = 2 if len(value) == num_layers else len(value)
+                count = depth if len(value) == num_layers else len(value)
                 small = list(small)[:count] if isinstance(small, list | tuple) else [small] * count
                 setattr(config, key, type(value)(small))
             elif not isinstance(small, list | tuple):

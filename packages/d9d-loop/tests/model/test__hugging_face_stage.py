@@ -24,6 +24,8 @@ from d9d_loop import (
     validate_config,
 )
 from d9d_loop.model import _hugging_face_stage as stages
+from d9d_loop.model import _skipped_draws
+from d9d_loop.model.built_model import build_model
 
 Batch = dict[str, torch.Tensor]
 _NUM_SAMPLES, _STEPS, _RATE = 4, 2, 0.1
@@ -182,7 +184,7 @@ _MISTAKES = {
     "positions of the second stage": [(stages._StageForward, "__call__", _count_from_zero)],
     "the embedding is scaled twice": [
         (stages._AbsentLayer, "__call__", _enter_by_embeddings),
-        (stages._Flow, "replace", lambda flow, index, call: call),
+        (stages._Flow, "replace", lambda flow, index, call: flow._expected.discard(index) or call),
     ],
 }
 
@@ -200,13 +202,18 @@ def test_models_and_inputs_that_cannot_be_split_are_errors(tmp_path: Path) -> No
     import transformers
 
     folder, inputs = _case("llama", 4).save(tmp_path), _batch("llama")
-    second = hugging_face_model(folder).build(StageInfo(1, 2))
+    second: Any = hugging_face_model(folder, from_scratch=True).build(StageInfo(1, 2))
     with pytest.raises(UserError, match=r"got no keyword argument input_ids on pipeline stage 1; expected it on every"):
         second(torch.zeros(1, 7, 16))
     with pytest.raises(UserError, match=r"got output_hidden_states = True in a pipeline, .* expected no outputs of"):
         second(torch.zeros(1, 7, 16), **inputs, output_hidden_states=True)
     with pytest.raises(UserError, match=r"4 layers .* are too few for 5 pipeline stages"):
         hugging_face_model(folder).build(StageInfo(1, 5))
+    second.model.layers = second.model.layers[:1]  # as with layerdrop
+    with pytest.raises(
+        UserError, match=r"did not call the block 2 of model.layers on pipeline stage 1; expected a call"
+    ):
+        second(torch.zeros(1, 7, 16), **inputs)
     experts = transformers.MixtralConfig(**_case("mixtral", 4).config, output_router_logits=True)
     provider = hugging_face_model(experts, transformers.AutoModelForCausalLM)
     with pytest.raises(
@@ -216,3 +223,13 @@ def test_models_and_inputs_that_cannot_be_split_are_errors(tmp_path: Path) -> No
     config = transformers.T5Config(**CASES["t5"].config)
     with pytest.raises(UserError, match=r"T5ForConditionalGeneration on the device meta, which fails with"):
         hugging_face_model(config, transformers.T5ForConditionalGeneration).build(StageInfo(1, 2))
+
+
+def test_a_stage_of_a_model_with_values_that_are_not_drawn_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_skipped_draws, "_LARGE_BYTES", 0)
+    provider = hugging_face_model(_case("llama tied", 4).save(tmp_path), from_scratch=True)
+    last = build_model(provider, StageInfo(1, 2), seed=0, keep_values=False)
+    assert {name for name in last.tensors if "layers" not in name} >= {"model.embed_tokens.weight", "model.norm.weight"}
+    assert all(each.is_meta for each in last.module.parameters())

@@ -97,17 +97,26 @@ def trace_blocks(model: Any) -> BlockTrace:
     Raises:
         UserError: If the model cannot run on `meta`, or has no list of blocks that are called once each, in order.
     """
-    memo: dict[int, Any] = {id(each): each.detach().to("meta") for each in model.buffers()}
-    memo |= {id(each): nn.Parameter(each.detach().to("meta"), requires_grad=False) for each in model.parameters()}
+    # Not `empty_like`: values of the tensors may not be drawn yet (`SkippedDraws`).
+    memo: dict[int, Any] = {
+        id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in model.buffers()
+    }
+    for each in model.parameters():
+        memo[id(each)] = nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"), requires_grad=False)
     model = deepcopy(model, memo)
-    for config in (model.config, model.config.get_text_config()):
-        config.use_cache = False
+    without_cache(model.config)
     for name, module in model.named_modules():
         if any(part.isdigit() for part in name.split(".")):
             module.forward = partial(_forward_or_pass, module.forward)
     trace = BlockTrace(model, _find_blocks(model))
     _record(trace)
     return trace
+
+
+def without_cache(config: Any) -> None:
+    """Let a model keep no keys and values, which stages would not exchange."""
+    for each in (config, config.get_text_config()):
+        each.use_cache = False
 
 
 def _forward_or_pass(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +142,7 @@ def _run(model: Any) -> Any:
     ids = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "attention_mask": ids} if _takes(model, "attention_mask") else {"input_ids": ids}
     try:
-        with torch.no_grad(), torch.device("meta"), _Answers():
+        with torch.no_grad(), torch.device("meta"), MetaAnswers():
             return model(**inputs)
     except Exception as error:
         raise UserError(
@@ -190,7 +199,7 @@ def _record(trace: BlockTrace) -> None:
 
 
 @final
-class _Answers(TorchDispatchMode):
+class MetaAnswers(TorchDispatchMode):
     """Answers the questions of a forward about values: a mask is all ones, and a row is one document."""
 
     def __torch_dispatch__(
@@ -218,9 +227,11 @@ class _Positions(TorchDispatchMode):
 
     def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         trace, given = self._trace, (args, kwargs)
+        self._given: set[int] = set()
         hidden: tuple[Path, Tensor] | None = None
         for path, tensor in tensors_in(given):
             position = self.position_of(tensor)
+            self._given.add(tensor.untyped_storage()._cdata)
             if position is not None:
                 self._kept.append(tensor)
                 trace.arguments.append(Argument(index, path, position, id(tensor)))
@@ -232,6 +243,10 @@ class _Positions(TorchDispatchMode):
             )
         trace.hidden.append((hidden[0], hidden[1].shape))
         self._block = index
+        for each in (*args, *kwargs.values()):
+            if hasattr(each, "__dict__") and not isinstance(each, Tensor | nn.Module):
+                held = {self.position_of(tensor) for _, tensor in tensors_in(vars(each))}
+                self.mix(held, index + 1, f"the block receives values in a {type(each).__name__}")
 
     def call(self, name: str, module: nn.Module, args: Any) -> None:
         self._trace.calls.setdefault(name, set()).add(self._position)
@@ -261,6 +276,8 @@ class _Positions(TorchDispatchMode):
             return result
         if self._block is not None:
             position = self._block + 1
+            outer = {self._positions.get(each) for each in storages if each not in self._given}
+            self.mix(outer, position, f"the block {self._block} uses values that it does not receive ({func})")
         else:
             for name in names:
                 self._trace.uses.setdefault(name, set()).add(self._position)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from d9d_dist import StageInfo, UserError
-from d9d_loop.model._block_trace import BlockTrace, Hidden, Path
+from d9d_loop.model._block_trace import BlockTrace, Hidden, Path, without_cache
 
 _OWN = frozenset(vars(nn.Module()))
 
@@ -49,6 +49,7 @@ def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo) -> None:
     for parameter in kept:
         _register(model, names[parameter], parameter)
     _keep_buffers_once(model, trace, stage)
+    without_cache(model.config)
     model.forward = _StageForward(model, flow)
 
 
@@ -89,6 +90,7 @@ class _Flow:
         self._received: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
         self._omitted: list[tuple[nn.Module, str, Tensor]] = []
+        self._expected: set[int] = set()
 
     def is_real(self, position: int) -> bool:
         """Return True if this stage has the hidden states of a position."""
@@ -102,10 +104,11 @@ class _Flow:
         """Remove parameters of a module that stays. During a forward they are zeros."""
         for key, parameter in parameters.items():
             module._parameters.pop(key)
-            self._omitted.append((module, key, torch.empty_like(parameter, device="meta")))
+            self._omitted.append((module, key, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")))
 
     def start(self, received: tuple[Any, ...]) -> None:
         """Start the forward of a microbatch with what the previous stage has sent."""
+        self._expected = {group[0].block for group in (*self._incoming, *self._outgoing)}
         if self.stage.is_first:
             return
         values = received[0] if len(self._incoming) > 1 else received
@@ -118,11 +121,13 @@ class _Flow:
         sent = tuple(self._sent[group[0].value] for group in self._outgoing)
         return sent if len(sent) > 1 else sent[0]
 
-    def clear(self) -> None:
-        """Forget the tensors of the microbatch."""
+    def clear(self) -> list[int]:
+        """Forget the tensors of the microbatch; return the blocks that exchange tensors and were not called."""
         self._received, self._sent = {}, {}
+        missing, self._expected = sorted(self._expected), set()
         for module, key, *_ in self._omitted:
             vars(module).pop(key, None)
+        return missing
 
     def zeros(self, like: Tensor) -> Tensor:
         """Return zeros without memory on the device of the microbatch."""
@@ -130,6 +135,7 @@ class _Flow:
 
     def replace(self, index: int, call: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the arguments of a block's call, with what was received."""
+        self._expected.discard(index)
         for group in self._incoming:
             for each in group:
                 if each.block == index:
@@ -140,6 +146,7 @@ class _Flow:
         """Take what the next stages receive from the call of an absent block. Leave the forward if that is all."""
         if index < self.own.stop:
             return
+        self._expected.discard(index)
         for first, *_ in self._outgoing:
             if first.block == index:
                 value = first.value
@@ -164,13 +171,25 @@ class _Entry(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
+class _AbsentError(UserError, AttributeError):
+    """Read of an attribute that a module of another stage lacks."""
+
+
 class Absent(nn.Module):
     """Module of another stage, without its parameters but with its attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         vars(self).update({name: value for name, value in vars(module).items() if name not in _OWN})
-        self.training = module.training
+        self.training, self._kind = module.training, type(module).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["_modules"] or name in vars(self)["_parameters"]:  # a tied parameter
+            return super().__getattr__(name)
+        raise _AbsentError(
+            f"a forward reads {name} of a {vars(self).get('_kind')} of another pipeline stage; expected calls only. "
+            "Set mesh.pipeline_parallel to 1."
+        )
 
 
 @final
@@ -240,11 +259,17 @@ class _StageForward:
             )
         flow.start(first)
         try:
-            return self._forward(*(first if flow.stage.is_first else ()), **shared)
+            outputs = self._forward(*(first if flow.stage.is_first else ()), **shared)
         except _Cut:
-            return flow.finish()
+            outputs = flow.finish()
         finally:
-            flow.clear()
+            missing = flow.clear()
+        if missing:
+            raise UserError(
+                f"the forward did not call the block {missing[0]} of {flow.trace.blocks} on pipeline stage "
+                f"{flow.stage.index}; expected a call of each block. Set layerdrop of the configuration to 0."
+            )
+        return outputs
 
 
 def _at(tree: Any, path: Path) -> Any:

@@ -90,6 +90,8 @@ class SkippedDraws(TorchDispatchMode):
 
     def _is_skipped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> bool:
         """Return True if a draw is large, or follows a skipped draw, which did not advance the generator."""
+        if inputs and all(each.is_meta for each in inputs):
+            return False
         if self._unset:
             return True
         drawn = inputs or pytree.tree_leaves(_on_meta(func, args, kwargs))

@@ -134,10 +134,10 @@ class _HuggingFaceModel(ModelProvider):
 
     def build(self, stage: StageInfo) -> nn.Module:
         model = self._build_whole() if self.folder is None else self._build_for(self.folder)
+        config = deepcopy(model.config)
         if stage.count > 1:
             self.trace = self.trace or trace_blocks(model)
             cut_stage(model, self.trace, stage)
-        config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
         dtype = model.dtype if self._folder_dtypes is None else self._folder_dtypes.main
         config.dtype = str(dtype).removeprefix("torch.")

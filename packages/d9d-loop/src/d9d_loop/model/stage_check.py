@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import StageInfo, UserError, canonical_name
 from d9d_dist.planned_device import recorded_blocks
+from d9d_loop.model._block_trace import MetaAnswers
 from d9d_loop.model.built_model import build_model
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_pipeline import Inputs
@@ -97,7 +98,7 @@ def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, s
         UserError: If a stage rejects its inputs, or an output cannot be sent to the next stage's rank.
     """
     first, shared = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (inputs.first, inputs.shared))
-    with torch.no_grad(), torch.device("meta"), recorded_blocks(lambda: lambda num_equal: True):
+    with torch.no_grad(), torch.device("meta"), MetaAnswers(), recorded_blocks(lambda: lambda num_equal: True):
         try:
             _run_chain(stages, first, shared, stage_ranks)
         except UserError:
