@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_loop import Finished, Loss, StepDone, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop import AdamWConfig, Finished, Loss, StepDone, Task, Trainer, TrainerConfig, validate_config
 
 pytestmark = pytest.mark.slow
 
@@ -272,9 +274,133 @@ def test_a_loop_of_torch(tmp_path: Path) -> None:
     check(from_a_loop, tmp_path, with_torch())
 
 
-def test_accelerate(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+def with_fully_shard() -> Curve:
+    """Run the loop with FSDP2 of torch on the ranks of the job, as torchtitan does."""
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        rank, ranks = ctx.coordinate("batch", "dp"), ctx.size("batch", "dp")
+        model, curve = net(), Curve()
+        fully_shard(model, mesh=ctx.mesh_for("batch")["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for start in range(0, 40, 4):
+            samples = points()[start : start + 4]
+            batch = torch.utils.data.default_collate(samples[rank * 4 // ranks : (rank + 1) * 4 // ranks])
+            loss = F.mse_loss(model(batch["x"]), batch["y"])
+            loss.backward()
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            curve.norms.append(norm.full_tensor().item())
+            mean = loss.detach().clone()
+            torch.distributed.all_reduce(mean)
+            curve.losses.append(mean.item() / ranks)
+            curve.rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            optimizer.zero_grad()
+        whole: Any = dict(model.named_parameters())
+        curve.weights = {name: each.full_tensor().detach().clone() for name, each in whole.items()}
+    return curve
+
+
+def test_a_loop_with_fully_shard(tmp_path: Path) -> None:
+    expected = run_ranks(with_fully_shard, world_size=2)[0]
+    check(from_a_loop, tmp_path, expected)
+
+
+# timm
+
+
+class Classify(Task):
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        return {"x": batch["image"]}
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> Loss:
+        losses = F.cross_entropy(outputs, batch["label"], reduction="none", label_smoothing=0.1)
+        return Loss.sum(losses, len(outputs))
+
+
+def vit() -> nn.Module:
+    import timm  # noqa: PLC0415 - optional
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    sizes["qkv_bias"] = False  # the gradient of a bias of keys is 0, so that AdamW follows roundings
+    return timm.create_model("vit_tiny_patch16_224", num_classes=5, **sizes).train()
+
+
+def images() -> Any:
+    draws = torch.Generator().manual_seed(0)
+    return [{"image": torch.randn(3, 16, 16, generator=draws), "label": torch.tensor(n % 5)} for n in range(40)]
+
+
+def from_timm(folder: Path) -> Trainer:
+    """Return the job of the pair for a training script of timm."""
+    return Trainer(
+        config(
+            folder,
+            steps=10,
+            optimizer={"learning_rate": 1e-2, "weight_decay": 0.05, "betas": [0.9, 0.999], "layer_decay": 0.75},
+            lr_schedule={"kind": "transformers", "name": "cosine", "warmup_steps": 2},
+            gradients={"max_norm": 1.0},
+        ),
+        model=vit,
+        data=images(),
+        task=Classify(),
+    )
+
+
+def with_timm() -> Curve:
+    import timm.loss  # noqa: PLC0415 - optional
+    import timm.optim  # noqa: PLC0415 - optional
+    import transformers
+
+    model, curve = vit(), Curve()
+    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-2, weight_decay=0.05, layer_decay=0.75)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"] = 1e-2 * group["lr_scale"]  # as timm's scheduler sets it in each step
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 2, 10)
+    criterion = timm.loss.LabelSmoothingCrossEntropy(0.1)
+    for batch in torch.utils.data.DataLoader(images(), batch_size=4):
+        loss = criterion(model(batch["image"]), batch["label"])
+        loss.backward()
+        curve.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        curve.losses.append(loss.item())
+        curve.rates.append(max(group["lr"] for group in optimizer.param_groups))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    curve.weights = {name: each.detach() for name, each in model.named_parameters()}
+    return curve
+
+
+def test_timm(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    check(from_timm, tmp_path, with_timm())
+
+
+def test_layers_of_timm_have_its_rates() -> None:
+    timm = pytest.importorskip("timm")
+    from timm.optim import param_groups_layer_decay  # noqa: PLC0415 - optional
+
+    for name in ("vit_tiny_patch16_224", "resnet10t", "swin_tiny_patch4_window7_224"):
+        with torch.device("meta"):
+            model: Any = timm.create_model(name)
+        plain = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+        theirs = param_groups_layer_decay(model, 0.1, plain, layer_decay=0.7)
+        names = {parameter: key for key, parameter in model.named_parameters()}
+        expected = {names[each]: (g["lr_scale"], g["weight_decay"]) for g in theirs for each in g["params"]}
+        ours = AdamWConfig(learning_rate=1.0, layer_decay=0.7).build(model).param_groups
+        found = {key: (group["lr"], group["weight_decay"]) for group in ours for key in group["param_names"]}
+        assert found.keys() == expected.keys()
+        assert all(each == pytest.approx(expected[key]) for key, each in found.items())
+
+
+# Accelerate and Lightning
+
+
+def with_accelerate(processes: int = 1) -> Curve:
+    """Run the loop of Accelerate on the processes that have started."""
+    import accelerate  # noqa: PLC0415 - optional
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2 // processes, cpu=True)
+    assert accelerator.num_processes == processes
     loader = torch.utils.data.DataLoader(points(), batch_size=2)
     model, curve = net(), Curve()
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
@@ -282,17 +408,40 @@ def test_accelerate(tmp_path: Path) -> None:
     for batch in loader:
         with accelerator.accumulate(model):
             loss = F.mse_loss(model(batch["x"]), batch["y"])
-            parts.append(loss.item())
+            parts.append(accelerator.reduce(loss.detach(), "mean").item())
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 curve.norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
                 curve.rates.append(optimizer.param_groups[0]["lr"])
-                curve.losses.append(sum(parts) / 2)
+                curve.losses.append(sum(parts) / len(parts))
                 parts.clear()
             optimizer.step()
             optimizer.zero_grad()
-    curve.weights = {name: each.detach() for name, each in model.named_parameters()}
-    assert ours(from_a_loop, tmp_path) == curve
+    whole = accelerator.unwrap_model(model).named_parameters()
+    curve.weights = {name: each.detach().clone() for name, each in whole}
+    return curve
+
+
+def on_launched_ranks() -> Curve:
+    """Run the loop of Accelerate on two ranks, as `accelerate launch` starts them."""
+    from accelerate.state import AcceleratorState  # noqa: PLC0415 - optional
+
+    with MeshConfig().build():
+        curve = with_accelerate(2)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return curve
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    check(from_a_loop, tmp_path, with_accelerate())
+
+
+def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    found = ours(from_a_loop, tmp_path)
+    for curve in run_ranks(on_launched_ranks, world_size=2):
+        assert found == curve
 
 
 def test_lightning(tmp_path: Path) -> None:
