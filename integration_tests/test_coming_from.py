@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -302,6 +303,21 @@ def with_fully_shard() -> Curve:
 def test_a_loop_with_fully_shard(tmp_path: Path) -> None:
     expected = run_ranks(with_fully_shard, world_size=2)[0]
     check(from_a_loop, tmp_path, expected)
+
+
+def save_distributed(folder: Path) -> Curve:
+    """Run the job, which writes a distributed checkpoint of torch at its end."""
+    trainer, curve = from_a_loop(folder), Curve()
+    trainer.events.on(Finished, lambda done: dcp.save({"model": done.model.state_dict()}, checkpoint_id=folder / "dcp"))
+    follow(trainer, curve)
+    return curve
+
+
+def test_a_job_on_two_ranks_writes_a_distributed_checkpoint(tmp_path: Path) -> None:
+    expected = run_ranks(save_distributed, tmp_path, world_size=2)[0].weights
+    read = {"model": net().state_dict()}
+    dcp.load(read, checkpoint_id=tmp_path / "dcp")
+    assert all(torch.equal(read["model"][name], each) for name, each in expected.items())
 
 
 # timm
