@@ -78,9 +78,9 @@ def test_options_that_the_schedule_does_not_accept_are_errors(name: str, options
 def _rates_of_torch() -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     warmup = LinearLR(optimizer, start_factor=1 / 3, total_iters=2)
-    schedule = SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, T_max=5)], milestones=[2])
+    schedule = SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, T_max=7)], milestones=[2])
     rates = []
-    for _ in range(8):
+    for _ in range(10):
         rates.append(float(schedule.get_last_lr()[0]))
         optimizer.step()
         schedule.step()
@@ -94,10 +94,10 @@ def test_the_table_of_the_documentation_is_right() -> None:
     )
     shown = [[float(each) for each in row.strip("| ").split("|")[1:]] for row in rows]
     schedules = [
-        WarmupCosineConfig(warmup_steps=2, final_fraction=0.0).build(8),
+        WarmupCosineConfig(warmup_steps=2, final_fraction=0.0).build(10),
         _rates_of_torch().__getitem__,
-        lambda step: min(1.0, (step + 1) / 2) if step < 2 else (1 + math.cos(math.pi * (step - 2) / 6)) / 2,
-        TransformersScheduleConfig(name="cosine", warmup_steps=2).build(8),
-        TransformersScheduleConfig(name="linear", warmup_steps=2).build(8),
+        lambda step: min(1.0, (step + 1) / 2) if step < 2 else (1 + math.cos(math.pi * (step - 2) / 8)) / 2,
+        TransformersScheduleConfig(name="cosine", warmup_steps=2).build(10),
+        TransformersScheduleConfig(name="linear", warmup_steps=2).build(10),
     ]
-    assert shown == [[round(schedule(step), 3) for step in range(8)] for schedule in schedules]
+    assert shown == [[round(schedule(step), 3) for step in range(10)] for schedule in schedules]
