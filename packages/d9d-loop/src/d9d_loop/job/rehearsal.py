@@ -69,11 +69,13 @@ def rehearse(plan: JobPlan) -> FlopFormula | None:
         found = json.loads(in_fork(lambda: _Rehearsal(plan).to_json(), seconds=_SECONDS))
     except (TimeoutError, EOFError) as error:
         why = f"took longer than {_SECONDS:g} s" if isinstance(error, TimeoutError) else "crashed"
-        print(
-            f"d9d: the rehearsal of the first batches {why}, so mistakes in the code of the job are found in its first "
-            "steps, and its FLOPs are not counted. --rehearsal false skips it.",
-            flush=True,
-        )
+        message = f"model FLOPs are not counted: their measurement {why}."
+        if plan.config.rehearsal:
+            message = (
+                f"the rehearsal of the first batches {why}, so mistakes in the code of the job are found in its first "
+                "steps, and model FLOPs are not counted. --rehearsal false skips it."
+            )
+        print(f"d9d: {message}", flush=True)
         return None
     if found["message"]:
         raise UserError(found["message"])

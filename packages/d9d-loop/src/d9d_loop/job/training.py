@@ -31,7 +31,8 @@ def train(plan: JobPlan, events: Events, run: Callable[[Job], TrainResult | Stop
     launch, config = plan.model.launch, plan.config
     with LauncherWatch() as launcher, ExitStack() as stack:
         with early_failure_reported(config.run, launch.rank):
-            rehearsed = _rehearse(plan)
+            trains = run is None and not config.evaluation.only
+            rehearsed = _rehearse(plan) if trains or config.rehearsal else None
             timeouts = config.resilience.timeouts.timeouts
             mesh = plan.model.mesh.build(launch=launch, timeouts=timeouts, precision=config.precision)
             ctx = stack.enter_context(mesh)
