@@ -41,6 +41,7 @@ _LANES = {
     "integration_tests/test_oracle.py": "oracle",
     "integration_tests/test_mutants.py": "oracle",
     "integration_tests/test_job_ends.py": "ends",
+    "integration_tests/test_slurm.py": "slurm",
 }
 _EXCLUDED = pytest.StashKey[Counter[str]]()
 """Number of cases by the lane of .ci/nightly that runs them, and of slow ones."""
