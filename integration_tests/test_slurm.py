@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from slurm_cluster import NUM_NODES, SlurmCluster, why_no_slurm
@@ -127,10 +126,7 @@ def test_an_interrupted_job_is_requeued_and_ends_with_equal_bits(
     jobs.wait_for_step(job, 20)
     FAULTS[fault](jobs, job)
     jobs.wait(job, lambda: jobs.cluster.job(job)["Restarts"] == "1")
-    reached = max(jobs.losses(job))
-    ended: dict[str, Any] = jobs.end(job)
-    print(fault, "reached", reached, ended["JobState"], ended["ExitCode"], ended["Restarts"])
-    print(jobs.output(job)[-6000:])
+    ended = jobs.end(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert jobs.losses(job) == uninterrupted
 
@@ -141,8 +137,6 @@ def test_a_cancelled_job_saves_and_is_not_requeued(jobs: Jobs) -> None:
     jobs.wait_for_step(job, 20)
     jobs.cluster.run("scancel", job)
     ended = jobs.end(job)
-    print(ended)
-    print(jobs.output(job)[-6000:])
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
     saved = list((jobs.folder / "runs" / f"pretrain-{job}" / "checkpoints").glob("*"))
     assert saved, jobs.output(job)

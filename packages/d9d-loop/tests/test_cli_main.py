@@ -136,3 +136,17 @@ def test_a_rank_whose_connection_broke_exits_with_125(
         raise error
     assert stop.value.code == 125
     assert capsys.readouterr().err == "d9d: lost Rank 1 failed before this rank: UserError: no.\n"
+
+
+@pytest.mark.parametrize("first", ["", "3\n1"])
+def test_a_user_error_in_a_slurm_task_tells_the_batch_script_its_code(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun` kills the other tasks, and exits with their code, which is larger."""
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("D9D_NODE_FOLDER", str(tmp_path))
+    if first:
+        (tmp_path / "first_failure").write_text(first)
+    with pytest.raises(SystemExit, match="2"), cli_main():
+        raise UserError("batch.global_size = 64 cannot be divided evenly over 12 data-parallel ranks")
+    assert (tmp_path / "first_failure").read_text() == (first or "5\n2")

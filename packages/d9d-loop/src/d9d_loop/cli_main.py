@@ -38,7 +38,7 @@ def cli_main() -> Generator[None]:
     except UserError as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}", everywhere=bool(notes))
-        raise SystemExit(ExitCode.USER_ERROR) from None
+        raise _user_error() from None
     except StartupTimeoutError as error:
         _say(str(error), everywhere=True)
         raise SystemExit(ExitCode.HANG) from None
@@ -50,11 +50,20 @@ def cli_main() -> Generator[None]:
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except ValidationError as error:
         _say("\n     ".join([f"{error.title} is invalid:", *map(_describe_invalid, error.errors())]))
-        raise SystemExit(ExitCode.USER_ERROR) from None
+        raise _user_error() from None
     except Exception as error:
         if (code := _explain(error)) is None:
             raise
         raise SystemExit(code) from None
+
+
+def _user_error() -> SystemExit:
+    """Return the exit for a user error, which a batch script of Slurm learns from a file."""
+    if {"SLURM_PROCID", "D9D_NODE_FOLDER"} <= os.environ.keys() and "RANK" not in os.environ:
+        from d9d_loop.resilience.node_files import write_user_error  # noqa: PLC0415 - imports torch
+
+        write_user_error(ExitCode.USER_ERROR)
+    return SystemExit(ExitCode.USER_ERROR)
 
 
 def _explain(error: Exception) -> ExitCode | None:

@@ -72,6 +72,15 @@ def read_first_failure() -> tuple[int, int | None] | None:
     return int(rank), int(code) if code else None
 
 
+def write_user_error(code: int) -> None:
+    """Write that this rank has failed with a user error, unless a first failure of the node is known.
+
+    For a batch script of Slurm, whose `srun` kills the other ranks and exits with their larger code.
+    """
+    if _read(FIRST_FAILURE_FILE) is None:
+        _write(FIRST_FAILURE_FILE, f"{os.environ.get('SLURM_PROCID', '0')}\n{code}")
+
+
 def write_job(folder: Path, on_failure: str | None) -> None:
     """Write the run folder of a job, and the command that runs if the job fails. Ranks call this when they start."""
     _write(_JOB, json.dumps([str(folder.absolute()), on_failure]))
