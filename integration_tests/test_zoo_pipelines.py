@@ -1,0 +1,57 @@
+"""Decoders of `transformers` train in pipeline stages as in a plain loop, or are an error that names the reason.
+
+`--all` compares losses, each gradient and trained values of all causal language models that run on a small
+configuration, in 2 and 3 stages.
+"""
+
+from pathlib import Path
+
+import pytest
+from zoo_jobs import plain_traces, stage_differences
+
+from d9d_dist.testing import run_ranks
+
+ERRORS = {
+    "hrm_text": "has no list of blocks that are called once each, in order",
+    "mllama": "has no list of blocks that are called once each, in order",
+    "xlm": "code outside of the blocks uses values of several of them",
+}
+"""Types that cannot be split, with the error before the start."""
+
+_SAMPLE = ("bloom", "granite")
+_CHUNK = 8
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """List the types only where they are tested, because the imports of `transformers` take seconds."""
+    if "decoders" not in metafunc.fixturenames:
+        return
+    chunks: list[tuple[str, ...]] = [()]
+    if metafunc.config.option.all:
+        from zoo_libraries import LANGUAGE_MODELS  # noqa: PLC0415
+
+        rest = [name for name in LANGUAGE_MODELS if name not in _SAMPLE]
+        chunks = [tuple(rest[start : start + _CHUNK]) for start in range(0, len(rest), _CHUNK)]
+    cases = [pytest.param(names, id="".join(names[:1]), marks=pytest.mark.full) for names in chunks]
+    metafunc.parametrize("decoders", cases)
+
+
+def _check(types: tuple[str, ...], folder: Path) -> None:
+    names = [f"decoders:{name}" for name in types]
+    [failed] = run_ranks(plain_traces, names, str(folder), world_size=1, timeout=1200)
+    names = [name for name in names if name not in failed]
+    [found] = run_ranks(stage_differences, names, str(folder), world_size=1, timeout=1200)
+    errors = {name: ERRORS[kind] for name in names if (kind := name.partition(":")[2]) in ERRORS}
+    assert found.keys() == errors.keys(), found
+    assert all(errors[name] in line for name, line in found.items()), found
+    print(f"pipelines: {len(names) - len(errors)} equal, {len(errors)} errors, {len(failed)} not run ({failed})")
+
+
+def test_decoders_train_in_stages_as_in_a_plain_loop(decoders: tuple[str, ...], tmp_path: Path) -> None:
+    _check(decoders, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", _SAMPLE)
+def test_a_sample_of_decoders_trains_in_stages_as_in_a_plain_loop(name: str, tmp_path: Path) -> None:
+    _check((name,), tmp_path)
