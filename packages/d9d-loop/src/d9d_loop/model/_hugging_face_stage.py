@@ -45,7 +45,7 @@ def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo) -> None:
         elif flow.receives(index):
             # FSDP and checkpointing change `forward`; the arguments are replaced around both.
             block.__class__ = type(type(block).__name__, (_Entry, type(block)), {})
-            block._entry = (index, flow)
+            block.stage_entry = (index, flow)
     for parameter in kept:
         _register(model, names[parameter], parameter)
     _keep_buffers_once(model, trace, stage)
@@ -163,10 +163,10 @@ class _Flow:
 class _Entry(nn.Module):
     """Block that receives tensors of earlier stages."""
 
-    _entry: tuple[int, _Flow]
+    stage_entry: tuple[int, _Flow]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        index, flow = self._entry
+        index, flow = self.stage_entry
         args, kwargs = flow.replace(index, (args, kwargs))
         return super().__call__(*args, **kwargs)
 
