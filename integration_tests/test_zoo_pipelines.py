@@ -12,6 +12,7 @@ from zoo_jobs import plain_traces, stage_differences
 from d9d_dist.testing import run_ranks
 
 ERRORS = {
+    "big_bird": "reads set_attention_type of a BigBirdLayer of another pipeline stage",
     "hrm_text": "has no list of blocks that are called once each, in order",
     "mllama": "has no list of blocks that are called once each, in order",
     "xlm": "code outside of the blocks uses values of several of them",

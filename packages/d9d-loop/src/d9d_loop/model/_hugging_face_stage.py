@@ -219,7 +219,7 @@ class _AbsentLayer(Absent):
     def __getattr__(self, name: str) -> Any:
         """Return zeros for a parameter, of which models read the dtype and the device."""
         module, flow = vars(self).get("_layer", (None, None))
-        if module is not None and name in module._parameters:
+        if module is not None and name in module._parameters and name not in self._parameters:
             return flow.zeros(module._parameters[name])
         return super().__getattr__(name)
 
