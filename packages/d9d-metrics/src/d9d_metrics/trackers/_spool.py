@@ -47,7 +47,7 @@ class Spool(Outbox):
         self._delivered = int(offset) if offset.isdigit() and int(offset) <= self._size else 0
         self._head = self._delivered  # offset of the next entry to deliver; at least `_delivered`
         sync(folder)
-        self._num_written = self._num_dropped = 0
+        self._num_written = self._num_skipped = 0
         # Guards the files and their offsets.
         self._changed = threading.Condition()
         self._is_drained = False
@@ -81,7 +81,7 @@ class Spool(Outbox):
         wanted = self._num_put
         self._wake.set()
         with self._changed:
-            is_done = self._changed.wait_for(lambda: self._num_written + self._num_dropped >= wanted, timeout=seconds)
+            is_done = self._changed.wait_for(lambda: self._num_written + self._num_skipped >= wanted, timeout=seconds)
             try:
                 os.fsync(self._file)
             except OSError as error:
@@ -129,7 +129,7 @@ class Spool(Outbox):
             is_kept = self._append(_encoded(entry))
             with self._changed:
                 self._num_written += is_kept
-                self._num_dropped += not is_kept
+                self._num_skipped += not is_kept
                 self._changed.notify_all()
         with self._changed:
             self._is_drained = True
