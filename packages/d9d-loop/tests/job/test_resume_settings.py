@@ -64,6 +64,7 @@ CHANGED: dict[str, Any] = {
     "logging.report": False,
     "logging.stamps": False,
     "logging.draw_lr_schedule": True,
+    "logging.peak_flops": 1e12,
     "host.collect_garbage_every": None,
     "profile.first_step": 5,
     "resilience.timeouts.step_seconds": 100.0,
