@@ -74,10 +74,7 @@ def test_the_error_names_the_event_handler_that_failed() -> None:
 
 def test_a_full_disk_ends_all_ranks_and_names_the_rank() -> None:
     ended = _run("disk is full", 1)
-    assert ended[1].code == 1
-    assert ended[0].code in (1, ExitCode.PEER_LOST), (
-        "a survivor, if rank 1 ends before rank 0 reads the error of the save"
-    )
+    assert [rank.code for rank in ended] == [1, 1]
     for rank in ended:
         assert "File too large" in rank.errors
         assert "rank 1" in rank.errors
