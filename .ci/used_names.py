@@ -7,14 +7,13 @@ is created. What runs while a module is imported does not count. Values, type al
 enter: an expression or annotation of a test or of the README names them, or the source of a used function or class.
 
 `.ci/check_packages.py --names` installs this module into the environment of a package, with a .pth file that calls
-`record`: each process of the tests, the ranks and commands too, adds a file with its names to the folder RECORD.
+`record`: each process of the tests, the ranks and commands too, adds an empty file for each name to the folder RECORD.
 """
 
 import ast
 import enum
 import importlib
 import inspect
-import os
 import re
 import sys
 import threading
@@ -142,9 +141,8 @@ class _Recorder:
     def _write(self, name: str) -> None:
         if name not in self._written and not getattr(self._imports, "depth", 0):
             self._written.add(name)
-            # One write per name: a rank that is killed loses nothing.
-            with (self._folder / f"{os.getpid()}.txt").open("a", encoding="utf-8") as file:
-                file.write(f"{name}\n")
+            # One empty file per name: a rank that is killed loses nothing, and a test may limit the size of files.
+            (self._folder / name).touch()
 
 
 def _is_made_by_others(kind: type) -> bool:
@@ -189,7 +187,7 @@ def _codes_of_member(member: Any, modules: Collection[str] = ()) -> Iterator[Any
 def unused(package: str, folder: Path, texts: Iterable[Path]) -> list[str]:
     """Return the public names of a package that neither the record nor the texts of its tests and README use."""
     public = dict(_public_names(package))
-    used = {name for path in folder.glob("*.txt") for name in path.read_text(encoding="utf-8").split()}
+    used = {path.name for path in folder.iterdir()}
     named = {name for path in texts for tree in _trees(path) for name in _names_in(tree)}
     root = Path(inspect.getfile(importlib.import_module(package))).parent
     definitions = [

@@ -60,6 +60,11 @@ NAMES = ["Base", "Child", "Config", "Failure", "Kind", "Point", "double"]
             "import os\nfrom d9d_tiny.all_kinds import *\nif os.fork():\n  os.wait()\nelse:\n  Point(1); os._exit(0)",
             ["Kind", "Point"],
         ),
+        (
+            "from d9d_tiny.all_kinds import *\nimport resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)); Point(1)",
+            ["Kind", "Point"],
+        ),
     ],
 )
 def test_a_name_that_is_only_imported_is_not_used(tmp_path: Path, script: str, used: list[str]) -> None:
