@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from d9d_dist import UserError
+from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Engine, EngineConfig, Loss, Task
 from d9d_loop.optimizers import JoinedOptimizer
+from d9d_pipeline import Inputs
 
 STEPS, SIZE = 6, 8
 TURNS = ("discriminator", "generator")
@@ -33,9 +34,28 @@ class _Gan(nn.Module):
         return self.discriminator(fake), self.discriminator(real)
 
 
+class _Stage(_Gan):
+    """Stage of the two networks: the first one has the generator, the last one the discriminator."""
+
+    def __init__(self, stage: StageInfo) -> None:
+        super().__init__()
+        self.stage = stage
+        if not stage.is_first:
+            del self.generator
+        if not stage.is_last:
+            del self.discriminator
+
+    def forward(self, noise: Tensor, real: Tensor, turn: str) -> Any:
+        if not self.stage.is_last:
+            return self.generator(noise)
+        if self.stage.is_first:
+            return super().forward(noise, real, turn)
+        return self.discriminator(noise), self.discriminator(real)  # a stage uses its input in every microbatch
+
+
 class _Play(Task):
-    def inputs(self, batch: Any) -> dict[str, Any]:
-        return batch
+    def inputs(self, batch: Any) -> Inputs:
+        return Inputs(batch["noise"], real=batch["real"], turn=batch["turn"])
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: Any) -> Loss:
         return _loss(outputs, batch["turn"], count=len(batch["noise"]))
@@ -54,10 +74,11 @@ def _batch(step: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     return {"noise": noise.chunk(ranks)[rank], "real": real.chunk(ranks)[rank], "turn": TURNS[step % 2]}
 
 
-def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    parts = dict(model.named_children())
-    adam = torch.optim.AdamW(parts["discriminator"].parameters(), lr=1e-2, betas=(0.5, 0.9))
-    return adam, torch.optim.SGD(parts["generator"].parameters(), lr=1e-1, momentum=0.9)
+def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the networks, or of those in a stage."""
+    networks = {turn: [each for name, each in model.named_parameters() if name.startswith(turn)] for turn in TURNS}
+    adam = [torch.optim.AdamW(each, lr=1e-2, betas=(0.5, 0.9)) for each in [networks["discriminator"]] if each]
+    return [*adam, *(torch.optim.SGD(each, lr=1e-1, momentum=0.9) for each in [networks["generator"]] if each)]
 
 
 def _expected() -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -85,7 +106,7 @@ def _play(folder: Path, axis: str, stop: int = STEPS) -> tuple[list[float], list
         {"run": {"folder": folder}, "gradients": {"max_norm": 0.3}, "mesh": {axis: -1}, "precision": "parameters"}
     )
     losses, norms = [], []
-    with Engine.open(config, model=_Gan, task=_Play(), optimizer=_join) as engine:
+    with Engine.open(config, model=_Stage, task=_Play(), optimizer=_join) as engine:
         engine.load()
         rank, ranks = engine.ctx.coordinate("batch", "dp"), engine.ctx.size("batch", "dp")
         while engine.num_steps < stop:
@@ -108,14 +129,15 @@ def _check(found: tuple[list[float], list[float], dict[str, Tensor]]) -> None:
     losses, norms, weights = _expected()
     assert found[0] == pytest.approx(losses, rel=1e-5)
     assert found[1] == pytest.approx(norms, rel=1e-4)
-    torch.testing.assert_close(found[2], weights, rtol=1e-4, atol=1e-6)
+    own = {name: weights[name] for name in found[2]}  # those of this rank's stage
+    torch.testing.assert_close(found[2], own, rtol=1e-4, atol=1e-6)
 
 
 def test_networks_take_turns_as_with_two_optimizers_of_torch(tmp_path: Path) -> None:
     _check(_play(tmp_path, "data_parallel_shard"))
 
 
-@pytest.mark.parametrize("axis", ["data_parallel_shard", "data_parallel_replicate"])
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "data_parallel_replicate", "pipeline_parallel"])
 def test_turns_on_two_ranks_resume_bitwise_from_one_checkpoint(tmp_path: Path, axis: str) -> None:
     whole = run_ranks(_play, tmp_path / "whole", axis, world_size=2)
     run_ranks(_play, tmp_path / "parts", axis, 3, world_size=2)
@@ -126,10 +148,15 @@ def test_turns_on_two_ranks_resume_bitwise_from_one_checkpoint(tmp_path: Path, a
         assert all(torch.equal(each, two[2][name]) for name, each in one[2].items())
 
 
-def test_only_must_match_a_parameter(tmp_path: Path) -> None:
-    config = EngineConfig.model_validate({"run": {"folder": tmp_path}})
-    with Engine.open(config, model=_Gan, task=_Play(), optimizer=_join) as engine:
+def _match(folder: Path) -> None:
+    config = EngineConfig.model_validate({"run": {"folder": folder}, "mesh": {"pipeline_parallel": -1}})
+    with Engine.open(config, model=_Stage, task=_Play(), optimizer=_join) as engine:
         engine.forward_backward([_batch(0)], _Play().loss)
         with pytest.raises(UserError, match=r"step\(only='critic'\), which matches no trainable parameter; expected"):
             engine.step(only="critic")
         engine.step(only="generator|discriminator")
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_only_must_match_a_parameter(tmp_path: Path, num_stages: int) -> None:
+    run_ranks(_match, tmp_path, world_size=num_stages)

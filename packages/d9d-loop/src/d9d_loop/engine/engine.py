@@ -7,6 +7,7 @@ engine directly.
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, SupportsFloat, TypeVar, final, overload
 from zlib import crc32
@@ -59,6 +60,7 @@ class Engine:
         pipeline: This rank's stages of the model.
         model: This rank's part of the model.
         num_steps: Number of completed optimizer steps.
+        peak_learning_rate: Learning rate that `set_learning_rates` multiplies, as steps report it.
 
     Args:
         model: The model, materialized and parallelized, or the pipeline of its stages.
@@ -70,6 +72,8 @@ class Engine:
         polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
             the guard and acts on its decisions.
         average: Average of the weights, which each step that is not skipped updates; `None` for none.
+        peak_learning_rate: Learning rate that steps report, with the same factor as those of the parameter groups; by
+            default the initial one of the first group. A pipeline stage may have no group of this rate.
         events: Event bus; by default a new one.
         state_mapper: Mapper from the weights on disk to those of the whole model; `None` if the names are equal.
         reference: Reference for the method `reference`. Either a function of the model that returns a context manager,
@@ -90,6 +94,7 @@ class Engine:
         guard: StepGuard | None = None,
         polls_guard: bool = True,
         average: WeightAverage | None = None,
+        peak_learning_rate: float | None = None,
         events: Events | None = None,
         state_mapper: StateMapper | None = None,
         reference: Reference | None = None,
@@ -103,6 +108,7 @@ class Engine:
         self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
         self._state_mapper = state_mapper
         self._initial_rates = [group["lr"] for group in optimizer.param_groups]
+        self.peak_learning_rate = self._initial_rates[0] if peak_learning_rate is None else peak_learning_rate
         self._set_rates = (0.0, 0.0)  # compared between ranks: the last call that set learning rates, and its argument
         self._step = TrainStep(
             self.pipeline,
@@ -387,7 +393,7 @@ class Engine:
             refuse_later_writes(self._whole, compare_next=True)
         self._first_steps.check()
         self._apply_decisions()
-        return result
+        return replace(result, learning_rate=self._reported_rate())
 
     def _rates(self) -> tuple[float, float]:
         """Return what must be equal on all ranks: the last call that set learning rates, and a sum of the rates.
@@ -400,6 +406,14 @@ class Engine:
             return call, argument
         rates = enumerate((group["lr"] for group in self.optimizer.param_groups), 1)
         return call, sum(rate / number for number, rate in rates if not isinstance(rate, Tensor))
+
+    def _reported_rate(self) -> float:
+        """Return the learning rate of the first group, scaled if its initial value is not the peak learning rate."""
+        (call, factor), peak, first = self._set_rates, self.peak_learning_rate, self._initial_rates[0]
+        rate = self.optimizer.param_groups[0]["lr"]
+        if call == 1.0 or first == peak:
+            return rate
+        return peak * (factor if call == 2.0 else rate / first)
 
     def _apply_decisions(self, *, settle: bool = False) -> None:
         if self.guard is None or not self._polls_guard:
@@ -544,11 +558,6 @@ class Engine:
         if self._checkpoints is None:
             raise UserError("this engine has no checkpoints; create it with Engine.open or Engine(checkpoints=...).")
         return self._checkpoints
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """Initial learning rate of the first parameter group, which `set_learning_rates` multiplies."""
-        return self._initial_rates[0]
 
     def set_learning_rates(self, factor: float) -> None:
         """Set the learning rate of each parameter group to `factor` times its initial one, equal on all ranks."""

@@ -89,6 +89,7 @@ def opened_engine(
                 num_microbatches=2 * num_stages if num_stages > 1 else 1,
                 guard=training.guard,
                 average=training.average,
+                peak_learning_rate=config.optimizer.learning_rate if optimizer is None else None,
                 events=events,
                 state_mapper=mapper,
                 checkpoints=checkpoints,

@@ -39,7 +39,8 @@ class StepResult:
         weight: Weight of the global batch, 0-dim float64.
         grad_norm: Global gradient norm before clipping, 0-dim.
         taken: True if the parameters were updated, False if the step was skipped; 0-dim bool.
-        learning_rate: Learning rate of the first parameter group.
+        learning_rate: Configured learning rate times the factor of the step. With an optimizer of a function, or the
+            argument of `Engine.step`, the rate of the first parameter group.
     """
 
     loss: Tensor
@@ -214,10 +215,10 @@ class TrainStep:
             )
 
     def _others(self, only: str) -> list[nn.Parameter]:
-        """Return the trainable parameters whose names do not match `only`."""
+        """Return the trainable parameters whose names do not match `only`. Collective with several stages."""
         names = {canonical_name(name): each for name, each in self._model.named_parameters() if each.requires_grad}
         others = {name: each for name, each in names.items() if re.search(only, name) is None}
-        if len(others) == len(names) and self._pipeline.group is None:
+        if not any(gather_json(len(others) < len(names), alone=self._pipeline.group is None)):
             raise UserError(
                 f"got step(only={only!r}), which matches no trainable parameter; expected at least one of "
                 f"{shorten(names)}. Correct the pattern, which is searched in these names."

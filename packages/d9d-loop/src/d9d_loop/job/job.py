@@ -148,6 +148,7 @@ def build_engine(plan: JobPlan, training: Training, *, ctx: DistributedContext, 
         guard=training.guard,
         polls_guard=False,
         average=training.average,
+        peak_learning_rate=plan.peak_learning_rate,
         events=events,
     )
 

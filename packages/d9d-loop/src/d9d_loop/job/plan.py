@@ -61,6 +61,7 @@ class JobPlan:
         compute_metrics: Function of all predictions of an evaluation; `None` for none.
         steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
+        peak_learning_rate: That of the configuration; `None` with an optimizer of a function.
         lr_schedule: Function of the step that returns the learning rate relative to the peak.
         build_lr_schedule: Function of the number of steps that returns `lr_schedule`.
         microbatch_size: Samples of a microbatch on one data-parallel rank.
@@ -86,6 +87,7 @@ class JobPlan:
     data: DataProvider
     compute_metrics: ComputeMetrics | None
     optimizer: OptimizerProvider
+    peak_learning_rate: float | None
     lr_schedule: LrSchedule
     build_lr_schedule: Callable[[int], LrSchedule]
     microbatch_size: int
@@ -215,6 +217,7 @@ def plan_job(
         data=data,
         compute_metrics=compute_metrics,
         optimizer=build_optimizer,
+        peak_learning_rate=config.optimizer.learning_rate if optimizer is None else None,
         lr_schedule=factor,
         build_lr_schedule=build_lr_schedule,
         microbatch_size=microbatch_size,
