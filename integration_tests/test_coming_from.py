@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -155,7 +156,7 @@ def from_transformers(folder: Path, data: Any = None, **sections: Any) -> Traine
     )
 
 
-def with_transformers(folder: Path, samples: Any = None, **options: Any) -> Curve:
+def with_transformers(folder: Path, samples: Any = None, *, saves: Any = "no", **options: Any) -> Curve:
     import transformers
 
     class InOrder(transformers.Trainer):
@@ -164,7 +165,7 @@ def with_transformers(folder: Path, samples: Any = None, **options: Any) -> Curv
             return torch.utils.data.SequentialSampler(samples)
 
     args = transformers.TrainingArguments(
-        output_dir=str(folder),
+        str(folder),
         num_train_epochs=1,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -176,9 +177,10 @@ def with_transformers(folder: Path, samples: Any = None, **options: Any) -> Curv
         logging_steps=1,
         logging_nan_inf_filter=False,
         report_to=[],
-        save_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
+        save_strategy=saves,
+        save_steps=5,
         **options,
     )
     model = llama()
@@ -275,8 +277,8 @@ def test_a_loop_of_torch(tmp_path: Path) -> None:
     check(from_a_loop, tmp_path, with_torch())
 
 
-def with_fully_shard() -> Curve:
-    """Run the loop with FSDP2 of torch on the ranks of the job, as torchtitan does."""
+def with_fully_shard(saved: Path | None = None) -> Curve:
+    """Run the loop with FSDP2 of torch on the ranks of the job, as torchtitan does; save the fifth step."""
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         rank, ranks = ctx.coordinate("batch", "dp"), ctx.size("batch", "dp")
         model, curve = net(), Curve()
@@ -295,6 +297,9 @@ def with_fully_shard() -> Curve:
             curve.rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             optimizer.zero_grad()
+            if saved is not None and start == 16:
+                weights, state = get_state_dict(model, optimizer)
+                dcp.save({"model": weights, "optimizer": state}, checkpoint_id=saved)
         whole: Any = dict(model.named_parameters())
         curve.weights = {name: each.full_tensor().detach().clone() for name, each in whole.items()}
     return curve
@@ -411,8 +416,8 @@ def test_layers_of_timm_have_its_rates() -> None:
 # Accelerate and Lightning
 
 
-def with_accelerate(processes: int = 1) -> Curve:
-    """Run the loop of Accelerate on the processes that have started."""
+def with_accelerate(processes: int = 1, saved: Path | None = None) -> Curve:
+    """Run the loop of Accelerate on the processes that have started; save the fifth step."""
     import accelerate  # noqa: PLC0415 - optional
 
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2 // processes, cpu=True)
@@ -433,6 +438,8 @@ def with_accelerate(processes: int = 1) -> Curve:
                 parts.clear()
             optimizer.step()
             optimizer.zero_grad()
+        if saved is not None and len(curve.losses) == 5 and not parts:
+            accelerator.save_state(str(saved))
     whole = accelerator.unwrap_model(model).named_parameters()
     curve.weights = {name: each.detach().clone() for name, each in whole}
     return curve
@@ -460,8 +467,9 @@ def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
         assert found == curve
 
 
-def test_lightning(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
+def with_lightning(folder: Path) -> Curve:
+    """Run the loop of Lightning, which saves each fifth step."""
+    lightning: Any = pytest.importorskip("lightning")
     curve = Curve()
 
     class Module(lightning.LightningModule):
@@ -482,10 +490,16 @@ def test_lightning(tmp_path: Path) -> None:
             curve.rates.append(optimizer.param_groups[0]["lr"])
 
     module = Module()
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    saves = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
+    options: dict[str, Any] = {"logger": False, "callbacks": [saves], "enable_progress_bar": False}
     trainer = lightning.Trainer(
-        max_steps=10, gradient_clip_val=1.0, accelerator="cpu", devices=1, default_root_dir=str(tmp_path), **options
+        max_steps=10, gradient_clip_val=1.0, accelerator="cpu", devices=1, default_root_dir=str(folder), **options
     )
     trainer.fit(module, torch.utils.data.DataLoader(points(), batch_size=4))
     curve.weights = {name: each.detach() for name, each in module.model.named_parameters()}
-    assert ours(from_a_loop, tmp_path) == curve
+    return curve
+
+
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    check(from_a_loop, tmp_path, with_lightning(tmp_path / "theirs"))

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from d9d_dist import UserError
 from d9d_loop import planning
 from d9d_loop.cli_main import cli_main
 from d9d_loop.job_files import read_job
@@ -36,6 +37,15 @@ def _init(words: Sequence[str]) -> None:
         return
     path = write_starter(words[0], Path.cwd())
     print(f"wrote {path.name}. Edit it, then run: d9d-train {path.name}")
+
+
+def import_main() -> None:
+    """Import a checkpoint of another library into a new run: `d9d-import CHECKPOINT FILE.toml [--key VALUE ...]`."""
+    with cli_main():
+        if len(sys.argv) <= 2:
+            raise UserError("expected d9d-import CHECKPOINT FILE.toml [--key VALUE ...].")
+        trainer, _ = read_job(sys.argv[2:])
+        print(f"d9d: imported {sys.argv[1]}, step {trainer.import_checkpoint(sys.argv[1]).steps}.")
 
 
 if __name__ == "__main__":

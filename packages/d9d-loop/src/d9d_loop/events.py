@@ -125,8 +125,7 @@ class StepDone(Event):
         loss: Weighted mean over the global batch; 0-dim tensor on the device. Reading its value synchronizes host and
             device.
         grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device.
-        learning_rate: Configured learning rate times the schedule, on every rank. With an optimizer of a function, the
-            rate of this rank's first parameter group.
+        learning_rate: Configured learning rate times the schedule; without it, that of the first parameter group.
         offloaded: `with event.offloaded():` offloads all training state to host memory for the body.
         finish: Ends the job as complete, with its last checkpoint, evaluation and export. One rank may call it. With
             several ranks, the job ends one or two steps later, or up to 2 * `resilience.stop.every` steps.

@@ -5,8 +5,9 @@ from unittest import mock
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
+from d9d_loop.job.run_files import write_config, writes_together
 from d9d_pipeline import OneForwardOneBackward, Timeline, build, simulate
+from d9d_pipeline.plot import draw_measured, draw_program
 from d9d_state import StateError
 
 PROGRAM = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=3)
@@ -57,6 +58,6 @@ def test_a_program_and_a_measured_step_are_drawn(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_only_text_is_written(tmp_path: Path) -> None:
-    with mock.patch("d9d_loop.job.run_files.find_spec", return_value=None):
+    with mock.patch("d9d_pipeline.plot.find_spec", return_value=None):
         draw_program(PROGRAM, tmp_path, title="1f1b")
     assert [path.name for path in tmp_path.iterdir()] == ["schedule.txt"]

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -55,6 +56,20 @@ def plot_program(program: Program, target: Target, *, title: str = "") -> None:
 def plot_simulation(timeline: Timeline, target: Target, *, title: str = "") -> None:
     """Plot a timeline, simulated or measured; see `plot_program`. Thin bars are transfers of the sending rank."""
     _draw(timeline, target, title=title, links=[])
+
+
+def draw_program(program: Program, folder: Path, *, title: str) -> None:
+    """Write the simulated timeline to `schedule.txt` and, if matplotlib is installed, the program to `schedule.png`."""
+    (folder / "schedule.txt").write_text(f"{title}\n{simulate(program)}\n", encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        plot_program(program, folder / "schedule.png", title=title)
+
+
+def draw_measured(timeline: Timeline, folder: Path, *, title: str) -> None:
+    """Write a step's timeline to `schedule_measured.txt` and, if matplotlib is installed, `schedule_measured.png`."""
+    (folder / "schedule_measured.txt").write_text(f"{title}\n{timeline}\n", encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        plot_simulation(timeline, folder / "schedule_measured.png", title=title)
 
 
 _Link: TypeAlias = tuple[tuple[float, float], tuple[float, float]]

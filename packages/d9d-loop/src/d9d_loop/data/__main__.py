@@ -184,10 +184,8 @@ def _train(documents: "TextFiles", path: Path, *, vocab_size: int, end_token: st
     trained.save(str(path))
 
 
-def run() -> None:
-    """Run the command, and print user errors without a traceback; entry point of `d9d-tokenize`."""
-    with cli_main():
-        main()
+run = cli_main()(main)
+"""Entry point of `d9d-tokenize`."""
 
 
 if __name__ == "__main__":

@@ -23,22 +23,12 @@ _VERSION = 1
 """Version of the rules in this file. Increase it if equal files give other tokens."""
 
 _VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "tekken.json",
-    "tiktoken.model",
-    "vocab.json",
-    "vocab.txt",
+    *("tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model"),
+    *("vocab.json", "vocab.txt"),
 )
 TOKENIZER_FILES = (
-    *_VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *(*_VOCABULARIES, "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("tokenizer_config.json", "chat_template.jinja"),
 )
 """Files of a model folder that belong to its tokenizer. Further chat templates are in `TEMPLATE_FOLDER`."""
 

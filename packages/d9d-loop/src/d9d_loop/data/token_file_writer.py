@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_dist.host_lock import host_lock
 from d9d_loop.data.token_file import (
     DOCUMENTS,
     MANIFEST,
@@ -27,7 +28,6 @@ from d9d_loop.data.token_file import (
     TokenFile,
     TokenManifest,
 )
-from d9d_loop.host_lock import host_lock
 
 _TYPE_CODES = {"uint16": "H", "uint32": "I"}
 

@@ -111,16 +111,10 @@ class JobState:
     """Model, optimizer, metrics, random states and `Record` of a job, saved and restored as one checkpoint.
 
     Args:
-        model: This rank's part of the model, materialized and parallelized.
-        optimizer: Optimizer of the model's parameters, as its provider built it.
-        average: Average of the weights; `None` for none.
         metrics: This rank's training metrics by name. Their values since the last report are saved.
-        config: Resolved configuration, stored in each checkpoint as information only.
-        parts: Other components to save, by name. Their state is equal on every rank.
+        config, code: Resolved configuration, and digests of the user's code, stored as information only.
         data_identity: JSON value that determines the order of samples, stored in each checkpoint.
-        code: Digests of the user's code, stored in each checkpoint as information only.
-        events: Event bus for `CheckpointSaved`, emitted at the same point on every rank: at the end of `save`, or for a
-            background save in the next `finish`.
+        events: Event bus for `CheckpointSaved`, emitted at the end of `save` or of the next `finish`.
         trainable_only: True to save only parameters that require gradients, and a digest of the frozen ones, which keep
             their initial values on restore.
         rank_state: Returns more state of this rank, which may differ between ranks. None for a job whose learning rates

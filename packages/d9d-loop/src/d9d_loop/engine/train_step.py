@@ -39,8 +39,7 @@ class StepResult:
         weight: Weight of the global batch, 0-dim float64.
         grad_norm: Global gradient norm before clipping, 0-dim.
         taken: True if the parameters were updated, False if the step was skipped; 0-dim bool.
-        learning_rate: Configured learning rate times the factor of the step. With an optimizer of a function, or the
-            argument of `Engine.step`, the rate of the first parameter group.
+        learning_rate: Configured learning rate times the factor of the step, or that of the first parameter group.
     """
 
     loss: Tensor
@@ -54,14 +53,7 @@ class StepResult:
 class TrainStep:
     """Forward, backward and update of a model; gradients accumulate between updates. The constructor is collective.
 
-    Args:
-        pipeline: This rank's stages of the model.
-        optimizer: Optimizer of the model's trainable parameters.
-        task: Prepares the model's inputs from a batch.
-        max_norm: Maximum global gradient norm; infinity measures the norm without clipping.
-        num_microbatches: Number of microbatches that most steps have.
-        guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
-        average: Average of the weights, updated in each step that is not skipped; `None` for none.
+    The arguments are those of `Engine`; a `max_norm` of infinity measures the norm without clipping.
     """
 
     def __init__(

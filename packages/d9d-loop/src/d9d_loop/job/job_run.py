@@ -28,7 +28,7 @@ from d9d_loop.job.garbage import garbage_collection
 from d9d_loop.job.job import Job
 from d9d_loop.job.job_check import check_measured
 from d9d_loop.job.reactions import react
-from d9d_loop.job.run_files import draw_measured, draw_program, write_config, writes_together
+from d9d_loop.job.run_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
 from d9d_loop.model.export_notes import print_export_notes
@@ -36,6 +36,7 @@ from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_finite, c
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_pipeline import Timeline
+from d9d_pipeline.plot import draw_measured, draw_program
 from d9d_state import save_model_state
 
 
@@ -146,7 +147,7 @@ def evaluate_job(job: Job) -> TrainResult:
     assert job.evaluate is not None
     with job.loader, job.watchdog, job.watchdog.phase("an evaluation"), job.engine.evaluation_weights():
         job.record.evaluation = job.evaluate()
-    return _result_of(job, job.plan.config.run.dir)
+    return result_of(job, job.plan.config.run.dir)
 
 
 def _next_batches(job: Job) -> list[Any]:
@@ -377,13 +378,13 @@ def _export_to(job: Job, folder: Path, *, exports: bool) -> TrainResult:
         check_finite(job.engine.model, step=job.record.step, ctx=job.ctx, dtype_of=provider.export_dtype)
         if exports and not provider.is_exported_by_handler:
             _export(job, folder / "export")
-        result = _result_of(job, folder)
+        result = result_of(job, folder)
         forward, for_generation = job.engine.pipeline.callable(), job.engine.for_generation
         job.events.emit(Finished(job.record.step, result, job.engine.model, forward, job.ctx, for_generation))
-    return _result_of(job, folder)  # again: a handler may have written the export, such as that of a job with adapters
+    return result_of(job, folder)  # again: a handler may have written the export, such as that of a job with adapters
 
 
-def _result_of(job: Job, run_dir: Path) -> TrainResult:
+def result_of(job: Job, run_dir: Path) -> TrainResult:
     """Return the result of a job after its last completed step. Collective: all ranks report what rank 0 sees."""
     record, folder = job.record, run_dir / "export"
     has_export = gather_json(folder.is_dir())[0]

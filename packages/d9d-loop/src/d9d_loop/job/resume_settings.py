@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from d9d_state import JsonValue
@@ -14,47 +13,17 @@ error: The run cannot continue. reported: The rest of the run differs, and the c
 layout: The result is equal up to rounding, and random numbers are drawn for the new layout. none: The result is equal.
 """
 
-EFFECTS: Mapping[str, Effect] = MappingProxyType(
-    {
-        "steps": "reported",
-        "epochs": "reported",
-        "batch.global_size": "reported",
-        "batch.microbatch_size": "layout",
-        "seed": "error",
-        "run": "none",
-        "mesh": "layout",
-        "precision": "reported",
-        "pipeline": "layout",
-        "pipeline.draw": "none",
-        "data": "none",
-        "data.shuffle": "error",
-        "optimizer": "reported",
-        "optimizer.kind": "error",
-        "optimizer.averages": "error",
-        "average": "reported",
-        "lr_schedule": "reported",
-        "gradients": "reported",
-        "gradients.reduce_each_microbatch": "layout",
-        "checkpoint": "none",
-        "checkpoint.best_by": "error",
-        "evaluation": "none",
-        "evaluation.num_samples": "reported",
-        "early_stopping": "reported",
-        "plateau": "reported",
-        "logging": "none",
-        "host": "none",
-        "profile": "none",
-        "resilience": "none",
-        "resilience.bad_steps": "reported",
-        "trackers": "none",
-        "initial_weights": "reported",
-        "freeze": "reported",
-        "activation_checkpointing": "layout",
-        "compile": "reported",
-        "rehearsal": "none",
-        "export": "none",
-    }
-)
+_SETTINGS: Mapping[Effect, str] = {
+    "error": "seed data.shuffle optimizer.kind optimizer.averages checkpoint.best_by",
+    "reported": (
+        "steps epochs batch.global_size precision optimizer average lr_schedule gradients "
+        "evaluation.num_samples early_stopping plateau resilience.bad_steps initial_weights freeze "
+        "compile"
+    ),
+    "layout": "batch.microbatch_size mesh pipeline gradients.reduce_each_microbatch activation_checkpointing",
+    "none": ("run pipeline.draw data checkpoint evaluation logging host profile resilience trackers rehearsal export"),
+}
+EFFECTS = {name: effect for effect, names in _SETTINGS.items() for name in names.split()}
 """Effect of each setting or section by dotted name; the longest name that contains a setting applies.
 
 Settings of subclasses of `TrainerConfig`, such as those of a text job, are "reported".

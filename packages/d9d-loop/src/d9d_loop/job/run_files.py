@@ -1,4 +1,4 @@
-"""Files of a run folder: the configuration, the pipeline's schedule, and the software and hardware of the job."""
+"""Files of a run folder: the configuration, and the software and hardware of the job."""
 
 import json
 import platform
@@ -11,7 +11,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from d9d_loop.report.run_history import read_history
 from d9d_loop.writable import replace_text
 from d9d_metrics.peak_memory import peak_bytes
 from d9d_metrics.trackers.redaction import redact_command, redact_secrets
-from d9d_pipeline import Program, Timeline, plot_program, plot_simulation, simulate
 from d9d_state import StateError
 
 _PACKAGES = ("d9d-loop", "d9d-dist", "d9d-modules", "d9d-moe", "d9d-peft", "transformers", "numpy")
@@ -49,20 +47,6 @@ def write_config(resolved: Mapping[str, JsonValue], folder: Path) -> None:
     """Write the configuration to `config.json`, without secrets. An existing file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "config.json", json.dumps(redact_secrets(resolved), indent=2) + "\n")
-
-
-def draw_program(program: Program, folder: Path, *, title: str) -> None:
-    """Write the simulated timeline to `schedule.txt` and, if matplotlib is installed, the program to `schedule.png`."""
-    (folder / "schedule.txt").write_text(f"{title}\n{simulate(program)}\n", encoding="utf-8")
-    if find_spec("matplotlib") is not None:
-        plot_program(program, folder / "schedule.png", title=title)
-
-
-def draw_measured(timeline: Timeline, folder: Path, *, title: str) -> None:
-    """Write a step's timeline to `schedule_measured.txt` and, if matplotlib is installed, `schedule_measured.png`."""
-    (folder / "schedule_measured.txt").write_text(f"{title}\n{timeline}\n", encoding="utf-8")
-    if find_spec("matplotlib") is not None:
-        plot_simulation(timeline, folder / "schedule_measured.png", title=title)
 
 
 def write_environment(folder: Path, ctx: DistributedContext, *, started: datetime) -> None:

@@ -29,6 +29,7 @@ from d9d_loop.user_frames import explained
 from d9d_pipeline import Schedule
 
 if TYPE_CHECKING:
+    from d9d_loop.job.job import Job
     from d9d_loop.job.plan import JobPlan
     from d9d_loop.job.predictions import ComputeMetrics
 
@@ -152,16 +153,43 @@ class Trainer:
         Raises:
             UserError: On every rank, if there is no such checkpoint, or as in `train`.
         """
-        launch = read_launch()
-        batch = BatchConfig(global_size=launch.world_size, microbatch_size=1)
-        mesh = MeshConfig(data_parallel_shard=-1)
-        changes = {"batch": batch, "mesh": mesh, "rehearsal": False, "export": True}
-        with stamped_output(launch.rank, enabled=self._config.logging.stamps), explained("the job cannot be built"):
-            plan = self._plan(self._config.model_copy(update=changes))
-            from d9d_loop.job.job_run import export_step  # noqa: PLC0415 - imports FSDP and DTensor
-            from d9d_loop.job.training import train  # noqa: PLC0415
+        from d9d_loop.job.job_run import export_step  # noqa: PLC0415 - imports FSDP and DTensor
 
-            return train(plan, self.events, partial(export_step, step=step, folder=Path(folder)))
+        batch = BatchConfig(global_size=read_launch().world_size, microbatch_size=1)
+        return self._run(partial(export_step, step=step, folder=Path(folder)), batch=batch, export=True)
+
+    def import_checkpoint(
+        self, path: str | Path, *, step: int | None = None, optimizer: OptimizerProvider | None = None
+    ) -> TrainResult:
+        """Write the first checkpoint of the run from one of another library, in one process.
+
+        Then `train` continues on any number of ranks: the next step equals that of the checkpoint in weights, state of
+        the optimizer, learning rate and, with the same order of samples, loss.
+
+        Args:
+            path: Folder of the Trainer of transformers, of Accelerate's `save_state` or of torch's DCP, which is
+                unpickled and must be trusted; or a file of Lightning.
+            step: Number of its steps, if it does not have it.
+            optimizer: Function of the whole model that builds the optimizer of the checkpoint, if it has several groups
+                that are not those of the Trainer of transformers.
+
+        Raises:
+            UserError: If weights or optimizer differ in names, counts, shapes or settings from those of the job; if the
+                run has checkpoints; or as in `train`.
+        """
+        from d9d_loop.job.checkpoint_import import import_checkpoint  # noqa: PLC0415 - imports FSDP and DTensor
+
+        run = partial(import_checkpoint, path=Path(path), step=step, optimizer=optimizer)
+        return self._run(run, average=None)  # an average starts at the imported weights
+
+    def _run(self, run: Callable[["Job"], TrainResult], **changes: Any) -> TrainResult:
+        """Build the job, sharded over all ranks, and `run` it without training. Collective."""
+        from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
+
+        changes |= {"mesh": MeshConfig(data_parallel_shard=-1), "rehearsal": False}
+        stamps = self._config.logging.stamps
+        with stamped_output(read_launch().rank, enabled=stamps), explained("the job cannot be built"):
+            return train(self._plan(self._config.model_copy(update=changes)), self.events, run)
 
 
 def _check_types(config: object, task: object) -> None:

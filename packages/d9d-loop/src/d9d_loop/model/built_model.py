@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import DistributedContext, StageInfo, UserError, agree, canonical_name
 from d9d_dist.collectives.consensus import name_ranks
+from d9d_dist.host_lock import host_lock
 from d9d_dist.values.model_values import built_values, digest_values, move_to_meta
 from d9d_dist.values.parameter_writes import written_tensors
-from d9d_loop.host_lock import host_lock
 from d9d_loop.isolation import isolated_random
 from d9d_loop.model._skipped_draws import RefusedReads, SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider

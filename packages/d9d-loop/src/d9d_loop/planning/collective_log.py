@@ -13,19 +13,12 @@ from torch.utils import _pytree as pytree
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 # Operators that transfer no data: `wait_tensor` waits for an earlier collective, `monitored_barrier_` is a barrier.
 _WITHOUT_TRAFFIC = {"wait_tensor", "monitored_barrier_"}
+_GATHERS = ("allgather_", "_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out")
 _NAMES = {
-    "allreduce_": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
+    **dict.fromkeys(("allreduce_", "all_reduce_"), "all_reduce"),
+    **dict.fromkeys(_GATHERS, "all_gather"),
+    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor"), "reduce_scatter"),
+    **dict.fromkeys(("alltoall_", "alltoall_base_", "all_to_all_single"), "all_to_all"),
     "broadcast_": "broadcast",
     "recv_": "receive",
 }

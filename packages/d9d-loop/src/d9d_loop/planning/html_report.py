@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,23 +20,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _COLORS = ("#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999", "#000000")
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-p.verdict { border-left: 4px solid var(--mark); padding-left: .8rem; }
-img { width: 100%; max-width: 42rem; height: auto; }
-div.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; } th, td { padding: .25rem .7rem; text-align: right; }
-td { white-space: nowrap; }
-th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
-td:last-child { white-space: normal; min-width: 14rem; }
-tr { border-bottom: 1px solid #ddd; } pre { font-size: .8rem; overflow-x: auto; background: #f6f6f6; padding: .8rem; }
-@media (max-width: 40rem) {
-  th, td { padding: .25rem .35rem; } div.wide th:nth-child(3), div.wide td:nth-child(3) { display: none; }
-  td:last-child { min-width: 0; }
-}
-"""
+_STYLE = files("d9d_loop.planning").joinpath("style.css").read_text(encoding="utf-8")
 
 
 def write_html(plan: ClusterPlan, path: Path) -> None:

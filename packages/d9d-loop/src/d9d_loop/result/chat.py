@@ -178,10 +178,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--top-p {options.top_p}; expected above 0 and at most 1.")
 
 
-def run() -> None:
-    """Run the command, and print user errors without a traceback; entry point of `d9d-chat`."""
-    with cli_main():
-        main()
+run = cli_main()(main)
+"""Entry point of `d9d-chat`."""
 
 
 if __name__ == "__main__":

@@ -176,10 +176,8 @@ def _run_tasks(options: argparse.Namespace, device: "torch.device") -> dict[str,
     return {"model": str(folder), "tasks": evaluated["results"]}
 
 
-def run() -> None:
-    """Run the command, and print user errors without a traceback; entry point of `d9d-eval`."""
-    with cli_main():
-        main()
+run = cli_main()(main)
+"""Entry point of `d9d-eval`."""
 
 
 if __name__ == "__main__":

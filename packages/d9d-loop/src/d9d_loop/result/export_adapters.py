@@ -83,10 +83,8 @@ def _export_step(run: Path, step: str, output: Path | None) -> None:
     print(f"d9d: wrote {result.run_dir}.")
 
 
-def run() -> None:
-    """Run the command, and print user errors without a traceback; entry point of `d9d-export`."""
-    with cli_main():
-        main()
+run = cli_main()(main)
+"""Entry point of `d9d-export`."""
 
 
 if __name__ == "__main__":
