@@ -298,6 +298,7 @@ _MODULES_OF = {"pillow": "PIL", "pydantic": "pydantic pydantic_core", "pyyaml": 
 _MODULES_OF |= {"fla-core": "fla", "mlflow-skinny": "mlflow", "s3fs": "s3fs fsspec"}
 _WITHOUT_EXTRA = {  # found by `find_spec`; their errors name how each is installed
     "d9d-loop": {"lm_eval", "peft", "timm"},
+    "d9d-metrics": {"trackio"},
     "d9d-moe": {"deep_ep", "grouped_gemm"},
 }
 

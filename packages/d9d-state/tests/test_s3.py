@@ -1,4 +1,7 @@
-"""Checkpoints and models in a real S3 server on this machine, which refuses requests and cuts connections."""
+"""Checkpoints and models in S3 servers on this machine, behind a proxy that answers with errors and cuts connections.
+
+moto runs in this process. rclone and OpenStack Swift need the lane `s3` of `.ci/nightly`.
+"""
 
 import os
 import random
@@ -6,11 +9,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
 from threading import Lock, Thread
 from typing import Any
 
 import pytest
 import torch
+from s3_servers import KEY, SECRET, SERVERS, App
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,13 +26,14 @@ from d9d_state.object_path import ObjectPath
 from d9d_state.safetensors_file import write_safetensors
 
 _KEYS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_ACCESS_KEY_ID": KEY,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_MAX_ATTEMPTS": "1",
+    # rclone answers a request for a range with the checksum of the whole object, which botocore would compare.
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
 }
 _BUCKET = "s3://d9d"
-_App = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class _Faulty:
@@ -35,12 +41,14 @@ class _Faulty:
 
     Attributes:
         parts: Numbers of the parts of uploads that it has received, in order.
+        name: Name of the server.
         cut_after: Number of parts after which it refuses requests.
         refusals: Number of requests that it refuses then; all of them if negative.
         on_cut: Called before the first request is refused.
     """
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: App, *, name: str) -> None:
+        self.name = name
         self._app, self._draws, self._lock = app, random.Random(0), Lock()  # noqa: S311
         self.reset()
 
@@ -79,25 +87,25 @@ class _Faulty:
         return answer
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, _Faulty]]:
-    """URL of the server, and its application."""
-    pytest.importorskip("s3fs", reason="needs s3fs, which is optional")
-    moto = pytest.importorskip("moto.server", reason="needs moto, which is optional")
-    from werkzeug.serving import make_server  # noqa: PLC0415
-
-    app = _Faulty(moto.DomainDispatcherApplication(moto.create_backend_app))
-    served = make_server("127.0.0.1", 0, app, threaded=True)
-    Thread(target=served.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{served.server_port}", app
-    served.shutdown()
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, _Faulty]]:
+    """URL of the proxy in front of a server, and its application."""
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs, which is optional")
+    s3fs.S3FileSystem.clear_instance_cache()  # it keeps the URL of another server
+    serving = pytest.importorskip("werkzeug.serving", reason="needs moto, which is optional")
+    folder = tmp_path_factory.mktemp(request.param)
+    with SERVERS[request.param](folder) as server:
+        app = _Faulty(server, name=request.param)
+        served = serving.make_server("127.0.0.1", 0, app, threaded=True)
+        Thread(target=served.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{served.server_port}", app
+        served.shutdown()
 
 
 @pytest.fixture
 def bucket(server: tuple[str, _Faulty], monkeypatch: pytest.MonkeyPatch) -> tuple[str, _Faulty]:
     url, app = server
     app.reset()
-    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
     for name, value in {**_KEYS, "AWS_ENDPOINT_URL": url}.items():
         monkeypatch.setenv(name, value)
     filesystem = ObjectPath.open(_BUCKET).filesystem
@@ -150,9 +158,7 @@ def test_large_upload_has_several_parts(bucket: tuple[str, _Faulty]) -> None:
         store.save(1, {"weight": weight})
     info = store.newest()
     assert info is not None
-    (path,) = (each for each in (info.root).iterdir() if each.name.endswith(".safetensors"))
-    assert isinstance(path, ObjectPath)
-    assert re.search(r'-[2-9]"$', path.filesystem.info(path.url)["ETag"]), "an upload in one part"
+    assert len(app.parts) >= 2, "an upload in one part"
     loaded = torch.empty_like(weight)
     store.load(info, {"weight": loaded})
     assert torch.equal(loaded, weight)
@@ -243,6 +249,8 @@ def test_upload_continues_when_the_connection_returns(
 @pytest.mark.full
 def test_stored_part_with_other_bytes_is_sent_again(bucket: tuple[str, _Faulty], cut: CheckpointStore) -> None:
     _, app = bucket
+    if app.name == "rclone":
+        pytest.skip("rclone does not replace a stored part")
     ((found, upload_id),) = _unfinished(cut)
     found._call("upload_part", Key=found.key, UploadId=upload_id, PartNumber=2, Body=bytes(_PART))
     app.reset()
@@ -258,7 +266,9 @@ def test_after_a_cut_upload_changed_values_are_sent_completely(
 ) -> None:
     _, app = bucket
     cut.save(1, {"weight": _weight() + 1})
-    assert len(app.parts) == _NUM_PARTS
+    assert set(app.parts) == set(range(1, _NUM_PARTS + 1))
+    # rclone does not replace a stored part, so the upload starts again.
+    assert app.name == "rclone" or len(app.parts) == _NUM_PARTS
     assert _is_saved(cut, _weight() + 1)
 
 
@@ -269,7 +279,9 @@ def test_cut_upload_is_aborted_by_a_later_save(cut: CheckpointStore) -> None:
     assert len(_unfinished(cut)) == 1
     cut.save(2, {"weight": torch.zeros(3)})
     assert _unfinished(cut) == []
-    assert [path.name for path in cut.root.iterdir() if "step" in path.name] == ["step-00000002"]
+    # rclone also lists empty folders.
+    names = [path.name for path in cut.root.iterdir() if isinstance(path, ObjectPath) and path.sizes()]
+    assert [name for name in names if "step" in name] == ["step-00000002"]
 
 
 @pytest.mark.full
@@ -280,7 +292,7 @@ def test_stored_file_is_not_sent_again(
     save_without_manifest(cut, 1, {"weight": _weight()})
     app.reset()
     cut.save(1, {"weight": _weight()})
-    assert app.parts == []
+    assert len(app.parts) == (_NUM_PARTS if app.name == "rclone" else 0)  # rclone's ETag is not that of the parts
     assert _is_saved(cut, _weight())
 
 
@@ -295,3 +307,21 @@ def test_model_is_loaded_with_requests_for_its_bytes(bucket: tuple[str, _Faulty]
     assert torch.equal(model.weight, saved.weight)
     num_bytes = sum(tensor.nbytes for tensor in saved.state_dict().values())
     assert num_bytes <= app.bytes_sent < num_bytes + 10_000  # the header, and answers about the objects
+
+
+_SKEW = r"s3://d9d/skew.*denies access: .*the clock of this host"
+_LATE = "Bad Request"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_wrong_clock_is_an_error_that_names_it(hours: int, bucket: tuple[str, _Faulty]) -> None:
+    _, app = bucket
+    if app.name == "moto":
+        pytest.skip("moto checks no clocks")
+    shifted = datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=hours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("botocore.auth.get_current_datetime", lambda *_, **__: shifted)
+        # rclone answers a late HEAD request with 400, which says no more.
+        with pytest.raises((PermissionError, StateError), match=_LATE if app.name == "rclone" and hours < 0 else _SKEW):
+            CheckpointStore(f"{_BUCKET}/skew").save(1, {"weight": torch.zeros(3)})

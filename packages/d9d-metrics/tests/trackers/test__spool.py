@@ -5,14 +5,14 @@ import pytest
 
 from d9d_metrics import Histogram, Image, Text
 from d9d_metrics.trackers import _spool as spool_module
-from d9d_metrics.trackers._outbox import RunConfig, StepValues
+from d9d_metrics.trackers._outbox import Entry
 from d9d_metrics.trackers._spool import Spool
 
 
 def filled(folder: Path, *steps: int) -> Spool:
     spool = Spool(folder)
     for step in steps:
-        spool.put(StepValues(step, {"loss": float(step)}))
+        spool.put(Entry("log", step, {"loss": float(step)}))
     assert spool.flush(60)
     return spool
 
@@ -21,7 +21,7 @@ def drained(spool: Spool) -> list[int | None]:
     spool.close()
     steps = []
     while (entry := spool.head()) is not None:
-        steps.append(entry.step if isinstance(entry, StepValues) else None)
+        steps.append(entry.step if entry is not None and entry.method == "log" else None)
         spool.delivered()
         spool.flushed()
     return steps
@@ -36,16 +36,16 @@ def test_a_spool_returns_every_type_of_value(tmp_path: Path) -> None:
         "text": Text("größe"),
         "picture": Image(b"\x89PNG\xff"),
     }
-    spool.put(StepValues(3, {**values, "nan": math.nan}))
-    spool.put(RunConfig({"a": {"b": [1, None]}}))
+    spool.put(Entry("log", 3, {**values, "nan": math.nan}))
+    spool.put(Entry("log_config", data={"a": {"b": [1, None]}}))
     entry = spool.head()
     assert entry is not None
-    assert isinstance(entry, StepValues)
+    assert entry is not None
     assert entry.step == 3
-    assert repr(entry.values["nan"]) == "nan"
-    assert {name: value for name, value in entry.values.items() if name != "nan"} == values
+    assert repr(entry.data["nan"]) == "nan"
+    assert {name: value for name, value in entry.data.items() if name != "nan"} == values
     spool.delivered()
-    assert spool.head() == RunConfig({"a": {"b": [1, None]}})
+    assert spool.head() == Entry("log_config", data={"a": {"b": [1, None]}})
     spool.close()
 
 
@@ -106,9 +106,9 @@ def test_a_kill_between_truncation_and_offset_update_loses_nothing(tmp_path: Pat
 
 def test_forget_after_drops_later_steps_but_no_configuration(tmp_path: Path) -> None:
     first = filled(tmp_path, 1, 2)
-    first.put(RunConfig({"a": 1}))
-    first.put(StepValues(3, {}))
-    first.put(StepValues(4, {}))
+    first.put(Entry("log_config", data={"a": 1}))
+    first.put(Entry("log", 3, {}))
+    first.put(Entry("log", 4, {}))
     first.head()
     first.delivered()
     first.flushed()
@@ -140,7 +140,7 @@ def test_close_does_not_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(spool_module.os, "write", failing)
     spool = Spool(tmp_path)
-    spool.put(StepValues(1, {}))
+    spool.put(Entry("log", 1, {}))
     assert drained(spool) == []
     assert spool.describe_rest() == "1 entries are lost"
 
@@ -148,10 +148,10 @@ def test_close_does_not_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest
 def test_drops_entries_beyond_max_bytes(tmp_path: Path) -> None:
     spool = Spool(tmp_path, max_bytes=100)
     for step in range(5):
-        spool.put(StepValues(step, {"loss": 1.0}))
+        spool.put(Entry("log", step, {"loss": 1.0}))
     spool.flush(60)
-    assert spool.describe_rest() == f"74 bytes wait in {tmp_path} for the next start of the run; 3 entries are lost"
-    assert drained(spool) == [0, 1]
+    assert spool.describe_rest() == f"78 bytes wait in {tmp_path} for the next start of the run; 2 entries are lost"
+    assert drained(spool) == [0, 1, 2]
 
 
 def test_state_round_trip(tmp_path: Path) -> None:

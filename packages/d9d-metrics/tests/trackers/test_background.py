@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_metrics import BackgroundTracker, JsonlTracker, Text, Tracker, read_metrics
 from d9d_metrics.trackers import background
-from d9d_metrics.trackers._outbox import Flush, MemoryOutbox
+from d9d_metrics.trackers._outbox import Entry, MemoryOutbox
 from d9d_metrics.trackers.values import Tracked
 
 
@@ -276,7 +276,7 @@ def test_flush_waits_for_logged_values(spool: Path | None) -> None:
         recorder.is_free.clear()
         tracker.log(2, {"loss": 2.0})
         tracker.flush()
-        assert b'"step": 2' in (spool / "entries.jsonl").read_bytes()
+        assert b'["log", 2,' in (spool / "entries.jsonl").read_bytes()
         recorder.is_free.set()
     tracker.close()
 
@@ -357,13 +357,13 @@ def test_state_dict_excludes_durable_values(spool: Path | None) -> None:
     tracker = tracker_of(Recorder(), spool)
     tracker.resume(0)
     tracker.log(1, {})
-    assert tracker.state_dict()["not_durable"] == [[1, {}]]
+    assert tracker.state_dict()["not_durable"] == [["log", 1, {}]]
     tracker.flush()
     assert "not_durable" not in tracker.state_dict()
     tracker.log(2, {})
     tracker.log(3, {})
     tracker.resume(2)
-    assert tracker.state_dict()["not_durable"] == [[2, {}]], "the job went back"
+    assert tracker.state_dict()["not_durable"] == [["log", 2, {}]], "the job went back"
     tracker.close()
 
 
@@ -376,7 +376,7 @@ def test_state_dict_has_the_whole_step_of_values_that_are_not_durable(tmp_path: 
     tracker.flush()
     tracker.log(2, {"evaluation_loss": 3.0})
     state = tracker.state_dict()
-    assert state["not_durable"] == [[2, {"loss": 2}], [2, {"evaluation_loss": 3.0}]]
+    assert state["not_durable"] == [["log", 2, {"loss": 2}], ["log", 2, {"evaluation_loss": 3.0}]]
     tracker.close()
     again = BackgroundTracker(lambda: JsonlTracker(path), name="jsonl")
     again.resume(2, state)
@@ -386,7 +386,7 @@ def test_state_dict_has_the_whole_step_of_values_that_are_not_durable(tmp_path: 
 
 def test_flush_waits_only_once_for_a_tracker_that_hangs() -> None:
     outbox = MemoryOutbox(10)
-    outbox.put(Flush())
+    outbox.put(Entry("flush"))
     assert not outbox.flush(0.01)
     assert not outbox.flush(10_000)
     outbox.head()

@@ -2,7 +2,7 @@
 
 A run logs finite and non-finite values, a step twice, and an earlier step. Then another tracker resumes it after
 step 3.
-The lane `trackers` of `.ci/nightly` has MLflow and its server.
+The lane `trackers` of `.ci/nightly` has MLflow with its server, and Trackio.
 """
 
 import math
@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from wandb_records import records
@@ -26,6 +27,7 @@ from d9d_metrics.trackers.aim_repository import AimTrackerConfig
 from d9d_metrics.trackers.jsonl import JsonlTrackerConfig
 from d9d_metrics.trackers.mlflow_run import MlflowTracker, MlflowTrackerConfig
 from d9d_metrics.trackers.tensorboard_events import TensorBoardTrackerConfig
+from d9d_metrics.trackers.trackio_database import TrackioTracker, TrackioTrackerConfig
 from d9d_metrics.trackers.weights_and_biases import WandbTrackerConfig
 
 Points = list[tuple[int, float]]
@@ -176,6 +178,37 @@ def test_mlflow_keeps_every_value(store: str, tmp_path: Path, monkeypatch: pytes
             "words/7.txt": "hello",
         }
         assert Path(client.download_artifacts(state["mlflow_run_id"], "picture/7.png")).read_bytes() == b"png"
+
+
+@pytest.mark.full
+def test_trackio_keeps_every_value_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    trackio = pytest.importorskip("trackio", reason="needs trackio, which the lane trackers has")
+    state = _log_and_resume(TrackioTrackerConfig(), tmp_path / "run")
+    (run,) = trackio.Api().runs("d9d")
+    assert (run.name, run.id) == ("run", state["trackio_run_id"])
+    read = trackio.SQLiteStorage.get_logs
+    assert repr([(point["step"], point["loss"]) for point in read("d9d", "run")]) == repr([*FIRST, *SECOND])
+    assert {name: run.config[name] for name in ("lr", "mesh")} == {
+        "lr": 0.5,
+        "mesh": {"dp": 2, "password": "<redacted>"},
+    }
+
+    # A start after a crash delivers some values again.
+    tracker = TrackioTracker("d9d", name="run")
+    tracker.resume(6, state)
+    tracker.log_config({"lr": 0.25})
+    tracker.log(5, {"loss": 50.0})
+    tracker.log(7, {"time": 1.0, "words": Text("hello"), "picture": Image(b"png"), "h": Histogram(0, 1, (1.0,))})
+    tracker.log(8, {"picture": Image(b"png")})
+    *earlier, last = read("d9d", "run")
+    assert len(earlier) == len([*FIRST, *SECOND])
+    assert {name: last[name] for name in last if name != "timestamp"} == {"step": 7, "__time": 1.0, "words": "hello"}
+    (run,) = trackio.Api().runs("d9d")
+    assert run.config["lr"] == 0.25
+    monkeypatch.setattr(trackio.SQLiteStorage, "init_db", Mock(side_effect=OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        tracker.log(9, {"loss": 1.0})
 
 
 def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

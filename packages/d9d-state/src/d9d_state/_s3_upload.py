@@ -5,6 +5,7 @@ to upload. With KMS encryption the ETag is not an MD5, so all parts are sent aga
 other stores.
 """
 
+import errno
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -57,10 +58,17 @@ class S3Object:
                 self._call("complete_multipart_upload", **complete)
             except FileNotFoundError as error:  # the upload was completed, but the response was lost
                 raise ConnectionError(f"the upload of {self.key} does not exist any more: {error}") from error
+            except OSError as error:
+                if error.errno == errno.ENOSYS:  # the server cannot replace a stored part: the next attempt sends all
+                    self.abort(upload_id)
+                raise
 
     def unfinished(self) -> list[tuple["S3Object", str]]:
         """Return the object and the id of each incomplete upload whose key has this prefix."""
-        uploads = self._listed("Uploads", "list_multipart_uploads", "KeyMarker", "UploadIdMarker", Prefix=self.key)
+        try:
+            uploads = self._listed("Uploads", "list_multipart_uploads", "KeyMarker", "UploadIdMarker", Prefix=self.key)
+        except FileNotFoundError:  # some servers answer NoSuchUpload if there is none
+            return []
         return [(S3Object(self.filesystem, self.bucket, each["Key"]), str(each["UploadId"])) for each in uploads]
 
     def abort(self, upload_id: str) -> None:

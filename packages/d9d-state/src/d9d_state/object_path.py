@@ -22,7 +22,7 @@ from d9d_state.errors import UnreadableError
 _MULTIPART = 1 << 26  # bytes of one part of an upload
 _ATTEMPTS = 6
 _FIRST_WAIT = 0.2  # seconds; doubled after each attempt
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _Result = TypeVar("_Result")
 
 
@@ -179,6 +179,11 @@ class ObjectPath:
         for attempt in range(_ATTEMPTS):
             try:
                 return work()
+            except PermissionError as error:
+                raise PermissionError(
+                    f"{self}: the store denies access: {error}. Check the credentials, their permissions, and the "
+                    "clock of this host, which may differ from the store's by 15 minutes"
+                ) from error
             except _FINAL:
                 raise
             except Exception as error:  # the clients of object stores raise exception classes of their own

@@ -14,7 +14,7 @@ from d9d_metrics.trackers.tracker import Tracker
 
 
 class ExtraTrackerConfig(BaseModel, ABC):
-    """Configuration of a tracker whose `kind` is the name of the extra that installs its package."""
+    """Configuration of a tracker whose `kind` names its package, and the extra that installs it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,7 +38,8 @@ def require_package(kind: str) -> None:
     """Raise a `UserError` with the command that installs a tracker's package if it is missing; do not import it."""
     package = "prometheus_client" if kind == "prometheus" else kind
     if find_spec(package) is None:
+        # Trackio is no extra: its client limits the versions of packages that others of the lock need.
+        command = "pip install 'trackio>=0.43'" if kind == "trackio" else install_hint("d9d-metrics", kind)
         raise UserError(
-            f"the {kind} tracker needs the package {package}, which is not installed. Install it: "
-            f"{install_hint('d9d-metrics', kind)}"
+            f"the {kind} tracker needs the package {package}, which is not installed. Install it: {command}"
         )

@@ -4,40 +4,32 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, final
 
 from pydantic import JsonValue
 
-from d9d_metrics.trackers.values import Tracked
+from d9d_metrics.trackers.values import from_json, to_json
 
 _POLL_SECONDS = 0.05
 
 
-class StepValues(NamedTuple):
-    """Entry with the values of a step."""
+class Entry(NamedTuple):
+    """Queued call of a tracker's method, with the step and the values or the configuration that it has."""
 
-    step: int
-    values: Mapping[str, Tracked]
+    method: Literal["log", "log_config", "resume", "flush"]
+    step: int = 0
+    data: Mapping[str, Any] = {}
 
+    def encode(self) -> list[JsonValue]:
+        """Return the JSON form, which `decode` converts back."""
+        data = {name: to_json(value) for name, value in self.data.items()} if self.method == "log" else dict(self.data)
+        return [self.method, self.step, data]
 
-class RunConfig(NamedTuple):
-    """Entry with the configuration of a run."""
-
-    config: Mapping[str, JsonValue]
-
-
-class Rollback(NamedTuple):
-    """Entry for a rollback: the steps after `step` run again."""
-
-    step: int
-
-
-class Flush(NamedTuple):
-    """Entry that requires all earlier entries to be durable."""
-
-
-Entry: TypeAlias = StepValues | RunConfig | Rollback | Flush
-"""Queued call of a tracker."""
+    @staticmethod
+    def decode(record: Any) -> "Entry":
+        """Return the entry of a record."""
+        method, step, data = record
+        return Entry(method, step, {name: from_json(each) for name, each in data.items()} if method == "log" else data)
 
 
 class Outbox(ABC):
@@ -49,13 +41,16 @@ class Outbox(ABC):
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._num_put = self._num_dropped = 0
+        self._num_put = self._num_dropped = self._num_done = 0
+        self._is_failing = False
         self._entries: deque[Entry | None] = deque()
         self._wake = threading.Event()
+        # Guards the condition of `flush`.
+        self._changed = threading.Condition()
 
     def put(self, entry: Entry) -> None:
         """Append an entry, or drop and count it if the queue is full. Never blocks."""
-        if len(self._entries) >= self._capacity and not isinstance(entry, Rollback | Flush):
+        if len(self._entries) >= self._capacity and entry.method not in ("resume", "flush"):
             self._num_dropped += 1
         else:
             self._num_put += 1
@@ -81,29 +76,41 @@ class Outbox(ABC):
     def delivered(self) -> None:
         """Advance to the next entry, after the tracker processed the result of `head`."""
 
-    @abstractmethod
-    def flushed(self) -> None:
-        """Discard all delivered entries, which the tracker has written durably."""
+    def flush(self, seconds: float) -> bool:
+        """Wait until all entries, the last one a flush, are durable; False after `seconds` or if the tracker fails."""
+        wanted = self._num_put
+        self._wake.set()
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_done >= wanted or self._is_failing, timeout=seconds)
+            # If the tracker or the disk hangs, wait only once, not at every checkpoint.
+            self._is_failing = self._num_done < wanted
+            return not self._is_failing
+
+    def _count_done(self) -> None:
+        with self._changed:
+            self._num_done += 1
+            self._is_failing = False
+            self._changed.notify_all()
 
     @abstractmethod
     def failed(self) -> None:
         """Make `head` return the oldest entry that the outbox holds, after the tracker was closed on an error."""
 
-    @abstractmethod
-    def flush(self, seconds: float) -> bool:
-        """Wait until all entries are durable; return False after `seconds`, or if the tracker is failing."""
+    def flushed(self) -> None:
+        """Discard all delivered entries, which the tracker has written durably."""
+        return
 
-    @abstractmethod
     def forget_after(self, step: int) -> None:
-        """Discard the entries of steps after `step`. Called before the first `put`."""
+        """Discard the entries of steps after `step`, which an earlier process left. Called before the first `put`."""
+        return
 
     def load_state(self) -> dict[str, JsonValue]:
         """Return the state of the last `save_state`, possibly of an earlier process; else an empty state."""
         return {}
 
-    @abstractmethod
     def save_state(self, state: Mapping[str, JsonValue]) -> None:
-        """Save the state that identifies the tracker's run."""
+        """Save the state that identifies the tracker's run, if the outbox outlives the process."""
+        return
 
     @abstractmethod
     def describe_rest(self) -> str:
@@ -117,10 +124,6 @@ class MemoryOutbox(Outbox):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._head: Entry | None = None
-        self._num_delivered = 0
-        # Guards the condition of `flush`.
-        self._changed = threading.Condition()
-        self._is_failing = False
 
     def head(self) -> Entry | None:
         if self._head is None:
@@ -129,35 +132,13 @@ class MemoryOutbox(Outbox):
 
     def delivered(self) -> None:
         self._head = None
-        with self._changed:
-            self._num_delivered += 1
-            self._is_failing = False
-            self._changed.notify_all()
-
-    def flushed(self) -> None:
-        """Do nothing: delivered entries are not kept."""
+        self._count_done()
 
     def failed(self) -> None:
         with self._changed:
             self._is_failing = True
             self._changed.notify_all()
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until the tracker has processed all entries or is failing. The last entry must be a `Flush`."""
-        wanted = self._num_put
-        self._wake.set()
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_delivered >= wanted or self._is_failing, timeout=seconds)
-            # If the tracker hangs, wait only once, not at every checkpoint.
-            self._is_failing = self._num_delivered < wanted
-            return not self._is_failing
-
-    def forget_after(self, step: int) -> None:
-        """Do nothing: the in-memory queue starts empty in every process."""
-
-    def save_state(self, state: Mapping[str, JsonValue]) -> None:
-        """Do nothing: the checkpoint has the state."""
-
     def describe_rest(self) -> str:
-        lost = self._num_put - self._num_delivered + self._num_dropped
+        lost = self._num_put - self._num_done + self._num_dropped
         return f"{lost} entries are lost" if lost else ""

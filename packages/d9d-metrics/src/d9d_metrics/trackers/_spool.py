@@ -11,8 +11,7 @@ from typing import final
 from pydantic import JsonValue
 
 from d9d_metrics.trackers._files import make_folder, open_complete_lines, replace_file, sync
-from d9d_metrics.trackers._outbox import Entry, Flush, Outbox, Rollback, RunConfig, StepValues
-from d9d_metrics.trackers.values import from_json, to_json
+from d9d_metrics.trackers._outbox import Entry, Outbox
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _RETRY_SECONDS = 1.0  # between attempts to write, e.g. while the disk is full
@@ -47,9 +46,8 @@ class Spool(Outbox):
         self._delivered = int(offset) if offset.isdigit() and int(offset) <= self._size else 0
         self._head = self._delivered  # offset of the next entry to deliver; at least `_delivered`
         sync(folder)
-        self._num_written = self._num_skipped = 0
-        # Guards the files and their offsets.
-        self._changed = threading.Condition()
+        # `_changed` also guards the files and their offsets.
+        self._num_skipped = 0
         self._is_drained = False
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_all, name="d9d-metrics-spool", daemon=True)
@@ -58,7 +56,7 @@ class Spool(Outbox):
     def head(self) -> Entry | None:
         with self._changed:
             self._changed.wait_for(lambda: self._head < self._size or self._is_drained)
-            return _decoded(self._read_line()) if self._head < self._size else None
+            return Entry.decode(json.loads(self._read_line())) if self._head < self._size else None
 
     def delivered(self) -> None:
         with self._changed:
@@ -78,22 +76,20 @@ class Spool(Outbox):
 
     def flush(self, seconds: float) -> bool:
         """Wait until all entries are written, and fsync the file; False if that fails or takes too long."""
-        wanted = self._num_put
-        self._wake.set()
-        with self._changed:
-            is_done = self._changed.wait_for(lambda: self._num_written + self._num_skipped >= wanted, timeout=seconds)
-            try:
-                os.fsync(self._file)
-            except OSError as error:
-                _LOGGER.warning("cannot fsync %s: %s", self._path, error)
-                return False
+        is_done = super().flush(seconds)
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            _LOGGER.warning("cannot fsync %s: %s", self._path, error)
+            return False
         return is_done
 
     def forget_after(self, step: int) -> None:
         """Rewrite the file without the undelivered entries of steps after `step`."""
         with self._changed:
             waiting = self._path.read_bytes()[self._delivered :].splitlines(keepends=True)
-            kept = [line for line in waiting if not _is_after(step, _decoded(line))]
+            entries = [(line, Entry.decode(json.loads(line))) for line in waiting]
+            kept = [line for line, entry in entries if entry.method != "log" or entry.step <= step]
             # Reset the offset before replacing the file. If the process is killed in between, entries are delivered
             # twice; in the reverse order, entries would be lost.
             self._head = self._delivered = 0
@@ -120,17 +116,14 @@ class Spool(Outbox):
     def describe_rest(self) -> str:
         """Describe the bytes to deliver at the next start of the run, and lost entries; empty if there are none."""
         waiting = self._size - self._delivered
-        lost = self._num_dropped + self._num_put - self._num_written
+        lost = self._num_dropped + self._num_put - self._num_done + self._num_skipped
         parts = [f"{waiting} bytes wait in {self._folder} for the next start of the run"] if waiting else []
         return "; ".join([*parts, f"{lost} entries are lost"] if lost else parts)
 
     def _write_all(self) -> None:
         while (entry := self._take()) is not None:
-            is_kept = self._append(_encoded(entry))
-            with self._changed:
-                self._num_written += is_kept
-                self._num_skipped += not is_kept
-                self._changed.notify_all()
+            self._num_skipped += not self._append(json.dumps(entry.encode()).encode() + b"\n")
+            self._count_done()
         with self._changed:
             self._is_drained = True
             self._changed.notify_all()
@@ -164,32 +157,3 @@ class Spool(Outbox):
 
     def _write_offset(self) -> None:
         os.pwrite(self._offset_file, b"%0*d" % (_OFFSET_DIGITS, self._delivered), 0)
-
-
-def _is_after(step: int, entry: Entry) -> bool:
-    return isinstance(entry, StepValues) and entry.step > step
-
-
-def _encoded(entry: Entry) -> bytes:
-    match entry:
-        case StepValues(step, values):
-            record = {"step": step, "values": {name: to_json(value) for name, value in values.items()}}
-        case RunConfig(config):
-            record = {"config": dict(config)}
-        case Rollback(step):
-            record = {"go_back_to": step}
-        case Flush():
-            record = {"flush": True}
-    return json.dumps(record).encode() + b"\n"
-
-
-def _decoded(line: bytes) -> Entry:
-    match json.loads(line):
-        case {"step": int(step), "values": dict(values)}:
-            return StepValues(step, {name: from_json(value) for name, value in values.items()})
-        case {"go_back_to": int(step)}:
-            return Rollback(step)
-        case {"flush": True}:
-            return Flush()
-        case record:
-            return RunConfig(record["config"])

@@ -3,18 +3,18 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers._outbox import Entry, Flush, MemoryOutbox, Outbox, Rollback, RunConfig, StepValues
+from d9d_metrics.trackers._outbox import Entry, MemoryOutbox, Outbox
 from d9d_metrics.trackers._spool import Spool
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Tracked, from_json, to_json
+from d9d_metrics.trackers.values import Tracked
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _CAPACITY = 10_000  # entries
@@ -63,8 +63,8 @@ class BackgroundTracker:
         self._step = _FORGET_NOTHING
         self._is_resumed = bool(self._state)
         self._start_error: UserError | None = None
-        self._not_durable: deque[StepValues] = deque(maxlen=_CAPACITY)
-        self._durable_of_step: list[StepValues] = []  # of the last durable step, which may get more values
+        self._not_durable: deque[Entry] = deque(maxlen=_CAPACITY)
+        self._durable_of_step: list[Entry] = []  # of the last durable step, which may get more values
         self._num_unflushed = 0
         self._open_attempted, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
@@ -77,13 +77,14 @@ class BackgroundTracker:
         """
         if self._thread.ident is not None:
             self._start()
-            self._outbox.put(Rollback(step))
+            self._outbox.put(Entry("resume", step))
             kept = [values for values in self._not_durable if values.step <= step]
             self._not_durable = deque(kept, maxlen=_CAPACITY)
             self._durable_of_step = [values for values in self._durable_of_step if values.step <= step]
             return
         state = dict(state)
-        from_checkpoint = _decoded(state.pop(_NOT_DURABLE, []))
+        records: Any = state.pop(_NOT_DURABLE, [])
+        from_checkpoint = [Entry.decode(record) for record in records]
         # The tracker may already have some of the checkpoint's values. Delete these, and log all of them again.
         first = min((values.step for values in from_checkpoint), default=step + 1)
         self._outbox.forget_after(first - 1)
@@ -98,21 +99,18 @@ class BackgroundTracker:
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Queue the configuration, with secrets redacted because the spool may write it to disk."""
         self._start()
-        self._outbox.put(RunConfig(redact_secrets(config)))
+        self._outbox.put(Entry("log_config", data=redact_secrets(config)))
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Queue values without waiting for the tracker; takes a few microseconds."""
         self._start()
-        self._log(StepValues(step, dict(values)))
+        self._log(Entry("log", step, dict(values)))
 
     def flush(self) -> None:
-        """Wait until queued values are durable in the spool, or in the tracker if there is no spool.
-
-        `flush` waits up to `flush_seconds`, and not at all for a failing tracker without a spool.
-        """
+        """Wait up to `flush_seconds` until queued values are durable in the spool, or else in the tracker."""
         if self._thread.ident is None:
             return
-        self._outbox.put(Flush())
+        self._outbox.put(Entry("flush"))
         if self._outbox.flush(self._flush_seconds):
             durable = [*self._durable_of_step, *self._not_durable]
             self._durable_of_step = [values for values in durable if values.step == durable[-1].step]
@@ -129,13 +127,10 @@ class BackgroundTracker:
             return dict(self._state)
         # A resume deletes the whole first step before it logs these values.
         first = [values for values in self._durable_of_step if values.step == self._not_durable[0].step]
-        return {**self._state, _NOT_DURABLE: _encoded([*first, *self._not_durable])}
+        return {**self._state, _NOT_DURABLE: [values.encode() for values in (*first, *self._not_durable)]}
 
     def close(self) -> None:
-        """Wait up to `close_seconds` for the tracker; undelivered values stay in the spool.
-
-        A failing tracker gets one more attempt.
-        """
+        """Wait up to `close_seconds` for the tracker, or its last attempt; undelivered values stay in the spool."""
         self._outbox.close()
         self._closing.set()
         if self._thread.ident is None:
@@ -148,7 +143,7 @@ class BackgroundTracker:
         else:
             self._not_durable.clear()
 
-    def _log(self, values: StepValues) -> None:
+    def _log(self, values: Entry) -> None:
         self._outbox.put(values)
         self._not_durable.append(values)
 
@@ -170,7 +165,10 @@ class BackgroundTracker:
                     break
                 self._deliver(entry)
             except Exception as error:  # a tracker exception must not end the run
-                self._after_failure(error, retry)
+                self._open_attempted.set()
+                why = f"failed; retrying in {retry:g} s" if self._start_error is None else "cannot start"
+                _LOGGER.warning("the %s tracker %s: %r", self._name, why, error)
+                self._close_tracker()
                 self._outbox.failed()
                 if self._start_error is not None or is_last_attempt:
                     break
@@ -194,34 +192,30 @@ class BackgroundTracker:
         finally:
             self._open_attempted.set()
         self._tracker = tracker
-        self._save_state()
-        return tracker
-
-    def _save_state(self) -> None:
-        assert self._tracker is not None
-        state = self._tracker.state_dict()
+        state = tracker.state_dict()
         if state and state != self._outbox.load_state():
             self._outbox.save_state(state)
         self._state = state or self._state
+        return tracker
 
     def _deliver(self, entry: Entry) -> None:
         tracker = self._tracker or self._open()
         try:
-            match entry:
-                case StepValues(step, values):
-                    tracker.log(step, values)
-                case RunConfig(config):
-                    tracker.log_config(config)
-                case Rollback(step):
-                    self._roll_back(tracker, step)
-                case Flush():
+            match entry.method:
+                case "log":
+                    tracker.log(entry.step, entry.data)
+                case "log_config":
+                    tracker.log_config(entry.data)
+                case "resume":
+                    self._roll_back(tracker, entry.step)
+                case "flush":
                     tracker.flush()
         except UserError as error:
             _LOGGER.warning("the %s tracker rejected an entry, which is dropped: %s", self._name, error)
         self._is_resumed = True
-        if isinstance(entry, StepValues | Rollback):
+        if entry.method in ("log", "resume"):
             self._step = entry.step
-        self._num_unflushed = 0 if isinstance(entry, Flush) else self._num_unflushed + 1
+        self._num_unflushed = 0 if entry.method == "flush" else self._num_unflushed + 1
         if self._num_unflushed == _FLUSH_EVERY:
             tracker.flush()
             self._num_unflushed = 0
@@ -237,14 +231,6 @@ class BackgroundTracker:
             self._step, self._is_resumed = step, True
             self._open()
 
-    def _after_failure(self, error: Exception, retry: float) -> None:
-        self._open_attempted.set()
-        if self._start_error is not None:
-            _LOGGER.warning("the %s tracker cannot start: %s", self._name, error)
-        else:
-            _LOGGER.warning("the %s tracker failed; retrying in %g s: %r", self._name, retry, error)
-        self._close_tracker()
-
     def _close_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
@@ -255,11 +241,3 @@ class BackgroundTracker:
             else:
                 self._num_unflushed = 0
                 self._outbox.flushed()
-
-
-def _encoded(entries: Iterable[StepValues]) -> list[JsonValue]:
-    return [[step, {name: to_json(value) for name, value in values.items()}] for step, values in entries]
-
-
-def _decoded(encoded: Any) -> list[StepValues]:
-    return [StepValues(step, {name: from_json(value) for name, value in values.items()}) for step, values in encoded]

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, final
@@ -170,22 +171,14 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield the complete lines of a file, each with its JSON object; `None` for a damaged line."""
     *lines, _incomplete = path.read_bytes().split(b"\n")  # not splitlines(), which also splits at a carriage return
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        is_sound = isinstance(record, dict) and isinstance(record.get("step", 0), int) and _has_values(record)
-        yield line + b"\n", record if is_sound else None
-
-
-def _has_values(record: Mapping[str, Any]) -> bool:
-    """Return True for a line of a configuration, or of values that `log` writes."""
-    try:
-        return "step" not in record or all(
-            isinstance(each, dict) or float(each) is not None for each in record.values()
-        )
-    except (TypeError, ValueError):
-        return False
+        record = None
+        with suppress(ValueError, TypeError, AttributeError):  # of JSON, of a value that is no number, of no object
+            found = json.loads(line)
+            if isinstance(found.get("step", 0), int):
+                for value in found.values() if "step" in found else ():
+                    isinstance(value, dict) or float(value)
+                record = found
+        yield line + b"\n", record
 
 
 def _open(path: Path) -> FileIO:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _ID = "mlflow_run_id"
 _INVALID = re.compile(r"[^\w./ -]")
-_MOST_METRICS = 1000  # in one request
-_LONGEST_PARAM = 6000
+_MOST_METRICS, _LONGEST_PARAM = 1000, 6000  # metrics in one request, characters
 
 
 @final

@@ -18,6 +18,7 @@ from d9d_metrics.trackers.multi import MultiTracker
 from d9d_metrics.trackers.prometheus_endpoint import PrometheusTrackerConfig
 from d9d_metrics.trackers.tensorboard_events import TensorBoardTrackerConfig
 from d9d_metrics.trackers.tracker import Tracker
+from d9d_metrics.trackers.trackio_database import TrackioTrackerConfig
 from d9d_metrics.trackers.weights_and_biases import WandbTrackerConfig
 
 TrackerConfig = Annotated[
@@ -26,6 +27,7 @@ TrackerConfig = Annotated[
     | WandbTrackerConfig
     | AimTrackerConfig
     | MlflowTrackerConfig
+    | TrackioTrackerConfig
     | TensorBoardTrackerConfig
     | PrometheusTrackerConfig,
     Field(discriminator="kind"),
@@ -53,7 +55,7 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
 def build_trackers(configs: Sequence[TrackerConfig], run_dir: Path) -> MultiTracker:
     """Create the trackers of a configuration, each wrapped in a `BackgroundTracker`; calls reach them in this order.
 
-    The `wandb`, `aim`, `mlflow` and `tensorboard` trackers spool undelivered values to `trackers/` in the run folder.
+    Trackers that need a package spool undelivered values to `trackers/` in the run folder.
     Combine the result with a tracker of your own: `MultiTracker([build_trackers(configs, run_dir), mine])`.
 
     Raises:
