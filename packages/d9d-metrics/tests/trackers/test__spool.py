@@ -21,7 +21,7 @@ def drained(spool: Spool) -> list[int | None]:
     spool.close()
     steps = []
     while (entry := spool.head()) is not None:
-        steps.append(entry.step if entry is not None and entry.method == "log" else None)
+        steps.append(entry.step if entry.method == "log" else None)
         spool.delivered()
         spool.flushed()
     return steps
