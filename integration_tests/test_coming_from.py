@@ -1,5 +1,6 @@
 """Ten steps of a job beside those of the library that it comes from, as the pairs of docs/coming_from.md."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_loop import AdamWConfig, Finished, Loss, StepDone, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop import AdamWConfig, BatchConfig, Finished, Loss, StepDone, Task, Trainer, TrainerConfig, validate_config
 
 pytestmark = pytest.mark.slow
 
@@ -503,3 +504,67 @@ def with_lightning(folder: Path) -> Curve:
 def test_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     check(from_a_loop, tmp_path, with_lightning(tmp_path / "theirs"))
+
+
+# the table of defaults
+
+
+def table() -> dict[str, dict[str, str]]:
+    """Return the cells of the page's first table by row and column."""
+    text = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    lines = text.partition("## Defaults that differ")[2].partition("All examples")[0].strip().splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def shown(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-").replace("0.001", "1e-3")
+
+
+def test_defaults_of_the_trainers_and_of_d9d(tmp_path: Path) -> None:
+    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+    own = TrainerConfig(batch=BatchConfig(global_size=1))
+    found, columns = table(), ("Trainer", "TRL `SFTTrainer`")
+    assert isinstance(own.optimizer, AdamWConfig)
+    assert found["learning rate"]["d9d"] == shown(own.optimizer.learning_rate)
+    assert found["`betas` of AdamW"]["d9d"] == "{:g}, {:g}".format(*own.optimizer.betas)
+    assert found["weight decay"]["d9d"].startswith(shown(own.optimizer.weight_decay) + ", without norms")
+    assert (found["clipping"]["d9d"], own.gradients.max_norm) == ("none", None)
+    options: dict[str, Any] = {"use_cpu": True, "bf16": False}
+    for column, kind in zip(columns, (transformers.TrainingArguments, trl.SFTConfig), strict=True):
+        args = kind(str(tmp_path), **options)
+        assert args.optim.startswith("adamw")
+        assert found["learning rate"][column] == shown(args.learning_rate)
+        assert found["`betas` of AdamW"][column] == f"{args.adam_beta1:g}, {args.adam_beta2:g}"
+        assert args.weight_decay == 0
+        assert found["schedule"][column] == f"{args.lr_scheduler_type.value} to 0"
+        assert found["label smoothing"][column] == shown(args.label_smoothing_factor)
+        assert found["clipping"][column] == f"{args.max_grad_norm:.1f}"
+        assert found["batch size"][column] == f"{args.per_device_train_batch_size} per device"
+        assert found["length"][column] == f"{args.num_train_epochs:g} epochs"
+        assert found["activation checkpointing"][column] == ("on" if args.gradient_checkpointing else "off")
+
+
+def test_defaults_of_torch_and_timm() -> None:
+    pytest.importorskip("timm")
+    import timm.loss  # noqa: PLC0415 - optional
+    import timm.optim  # noqa: PLC0415 - optional
+    import timm.scheduler  # noqa: PLC0415 - optional
+
+    found = {row: cells["timm"] for row, cells in table().items()}
+    theirs = torch.optim.AdamW(net().parameters()).defaults
+    others = {row: cells["Accelerate, Lightning, FSDP2, DeepSpeed"] for row, cells in table().items()}
+    assert others["`betas` of AdamW"] == "{:g}, {:g} (torch)".format(*theirs["betas"])
+    assert others["weight decay"] == f"{theirs['weight_decay']:g} on all parameters (torch)"
+    optimizer = timm.optim.create_optimizer_v2(net(), lr=0.1)
+    (group,) = optimizer.param_groups
+    assert type(optimizer).__name__ in found["optimizer"]
+    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0)
+    arguments = inspect.signature(timm.scheduler.create_scheduler_v2).parameters
+    assert (arguments["sched"].default, arguments["min_lr"].default) == ("cosine", 0)
+    assert arguments["step_on_epochs"].default
+    assert found["rate of the first step of a warm-up"] == f"`warmup_lr` = {shown(arguments['warmup_lr'].default)}"
+    assert found["length"] == f"{arguments['num_epochs'].default} epochs"
+    assert found["label smoothing"] == shown(
+        inspect.signature(timm.loss.LabelSmoothingCrossEntropy).parameters["smoothing"].default
+    )
