@@ -64,6 +64,14 @@ def record(folder: str) -> None:
                     original(self, module)
 
             hook.exec_module = exec_test
+        if self.name == "_pytest.runner":
+            run_test = module.runtestprotocol
+
+            def run_recorded(*args: Any, **kwargs: Any) -> Any:
+                recorder.install()  # Python removes it if it raises, such as an interruption of a test
+                return run_test(*args, **kwargs)
+
+            module.runtestprotocol = run_recorded
 
     SourceFileLoader.exec_module = exec_module  # ty: ignore[invalid-assignment]
 
@@ -110,7 +118,11 @@ class _Recorder:
         self._names.update({id(code): f"{module}:{name}" for code in codes})
         if isinstance(value, type) and (not codes or _is_made_by_others(value)):
             self._watch_instances(value, f"{module}:{name}")
-        if sys.getprofile() is None:
+        self.install()
+
+    def install(self) -> None:
+        """Record the calls of this thread, and of those that it starts, unless something else watches them."""
+        if sys.getprofile() is None and self._names:
             threading.setprofile(self._on_call)
             sys.setprofile(self._on_call)
 
@@ -140,9 +152,9 @@ class _Recorder:
 
     def _write(self, name: str) -> None:
         if name not in self._written and not getattr(self._imports, "depth", 0):
-            self._written.add(name)
             # One empty file per name: a rank that is killed loses nothing, and a test may limit the size of files.
             (self._folder / name).touch()
+            self._written.add(name)
 
 
 def _is_made_by_others(kind: type) -> bool:

@@ -141,6 +141,17 @@ class Task(BatchTask):
         """Update the metrics with a microbatch. Avoid host-device synchronization here."""
         return  # by default there are no metrics
 
+    def reference_values(self, outputs: Any, batch: Any) -> Mapping[str, torch.Tensor]:
+        """Return the entries that a batch gets from the outputs of the reference, such as its log-probabilities.
+
+        Called before the step of the batch if the Trainer has a `reference`, on every rank that has outputs. Under
+        context parallelism, outputs and batch are the part of this rank. The default raises `UserError`.
+        """
+        raise UserError(
+            f"the Trainer has a reference, but {type(self).__name__} does not use one; expected a method "
+            "reference_values(outputs, batch). Implement it, or remove the reference."
+        )
+
     def predictions(self, outputs: Any, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return the tensors of a microbatch that `compute_metrics` of the Trainer gets for the whole evaluation.
 
@@ -173,6 +184,12 @@ class InferenceTask(BatchTask):
             f"{type(self).__name__} cannot join outputs under context parallelism; expected a "
             "method join_sequence(outputs, split). Implement it, or set the mesh's context-parallel degrees to 1."
         )
+
+
+def with_reference(task: Task, outputs: Any, batch: Any) -> dict[str, Any]:
+    """Return a batch whose reference is the model itself: `outputs` are its own."""
+    own = {name: value.detach() for name, value in task.reference_values(outputs, batch).items()}
+    return {**batch, **own}
 
 
 def measured_loss(task: Task, metrics: Mapping[str, Metric], outputs: Any, batch: Any) -> Loss:

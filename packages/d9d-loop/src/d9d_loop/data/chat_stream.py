@@ -168,15 +168,18 @@ def tokenize_chats(
     tokenizer: ChatTokenizer,
     max_length: int | None = None,
     too_long: TooLong = "refuse",
+    pairs: bool = False,
 ) -> TokenFile:
     """Tokenize conversations, write them to a token file with masks, and open it.
 
     Read the file with a `DocumentStream` whose own `max_length` is at least as large. A smaller one splits
     conversations, and their later parts lack the earlier messages.
 
-    Samples are in a form that `read_conversation` accepts. `max_length` is the maximum length of a conversation in
-    positions, None for no limit; for `too_long`, see `ChatStream`. The manifest counts conversations: all (`read`),
-    those without a label within `max_length` (`dropped`), and those that lose their end to it (`cut`).
+    Samples are in a form that `read_conversation` accepts, or `read_pair` if they are `pairs`: documents 2p and 2p + 1
+    are then the chosen and the rejected conversation of a pair, which are dropped together. `max_length` is the maximum
+    length of a conversation in positions, None for no limit; for `too_long`, see `ChatStream`. The manifest counts
+    samples: all (`read`), those without a label within `max_length` (`dropped`), and those that lose their end to it
+    (`cut`).
 
     Raises:
         UserError: If a conversation is invalid or too long; the message has its index. Also if the folder exists,
@@ -185,22 +188,30 @@ def tokenize_chats(
     check_choice("too_long", too_long, TooLong)
     about: dict[str, JsonValue] = {"chat_identity": tokenizer.identity(), "max_length": max_length}
     about["tokenizer_identity"] = tokenizer.text_tokenizer.identity()
+    what = "pair" if pairs else "conversation"
     counts = dict.fromkeys(("read", "dropped", "cut"), 0)
     with TokenFileWriter(folder, vocab_size=tokenizer.vocab_size, about=about, with_masks=True) as writer:
         for number, sample in enumerate(samples):
             try:
-                chat = tokenizer(read_conversation(sample))
-                fitted = fit_tokens(chat, max_length=max_length or len(chat.tokens), too_long=too_long)
+                chats = [tokenizer(each) for each in (read_pair(sample) if pairs else (read_conversation(sample),))]
+                limits = (max_length or len(chat.tokens) for chat in chats)
+                fitted = [
+                    fit_tokens(chat, max_length=limit, too_long=too_long)
+                    for chat, limit in zip(chats, limits, strict=True)
+                ]
             except UserError as error:
-                raise UserError(f"conversation {number}: {error}") from None
+                raise UserError(f"{what} {number}: {error}") from None
             counts["read"] += 1
-            counts["dropped"] += fitted is None
-            if fitted is not None:
-                counts["cut"] += len(fitted[0]) < len(chat.tokens)
-                writer.append(fitted[0], mask=fitted[1])
+            kept = [each for each in fitted if each is not None]
+            if len(kept) < len(chats):
+                counts["dropped"] += 1
+                continue
+            counts["cut"] += any(len(each[0]) < len(chat.tokens) for each, chat in zip(kept, chats, strict=True))
+            for tokens, mask in kept:
+                writer.append(tokens, mask=mask)
         if max_length is not None and counts["read"] == counts["dropped"] > 0:
             raise UserError(
-                f"all {counts['read']} conversations are dropped: none has a label within its first {max_length + 1} "
+                f"all {counts['read']} {what}s are dropped: none has a label within its first {max_length + 1} "
                 "tokens, because the prompts are longer or too_long = drop; expected answers within that length. "
                 "Increase the length."
             )

@@ -36,7 +36,7 @@ class Conversation:
     Attributes:
         tools: JSON schemas of the tools that the assistant may call; None for no tools.
         first_trained: Index of the first message that may contribute to the loss; earlier messages are context.
-        is_text_pair: True for a prompt and a completion that are texts without roles.
+        is_text_pair: True for a prompt and a completion, or an answer of a pair, that are texts without roles.
     """
 
     messages: list[Message]
@@ -114,7 +114,8 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
             "that differ. Remove the sample."
         )
     first = max(len(prompt), num_common)
-    return Conversation(chosen, tools, first), Conversation(rejected, tools, first)
+    is_text = all(isinstance(sample.get(key), str) for key in ("prompt", "chosen", "rejected"))
+    return Conversation(chosen, tools, first, is_text), Conversation(rejected, tools, first, is_text)
 
 
 def _without_nulls_of_tables(sample: Mapping[str, Any]) -> Mapping[str, Any]:

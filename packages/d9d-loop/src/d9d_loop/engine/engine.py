@@ -25,8 +25,8 @@ from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.microbatches import MicrobatchAgreement, same_call, without_padding
 from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.pipeline import Pipeline, WholeRows
-from d9d_loop.engine.reference import Reference, reference_context
-from d9d_loop.engine.scores import ReadTokens, RecordLayers, score
+from d9d_loop.engine.reference import FrozenReference, Reference
+from d9d_loop.engine.scores import ReadTokens, RecordLayers, reference_values, score
 from d9d_loop.engine.stand_ins import trains_batch_norm
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
@@ -97,7 +97,7 @@ class Engine:
         peak_learning_rate: float | None = None,
         events: Events | None = None,
         state_mapper: StateMapper | None = None,
-        reference: Reference | None = None,
+        reference: Reference | FrozenReference | None = None,
         checkpoints: EngineCheckpoints | None = None,
     ) -> None:
         self.pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
@@ -125,7 +125,9 @@ class Engine:
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
         offloader = ModuleOffloader(self._whole, optimizer, others=self._copies)
         self._offloader, self._is_offloaded = offloader, False
-        self._reference, self._inside = reference_context(reference, self.model, whole=self._whole), ""
+        if not isinstance(reference, FrozenReference | None):
+            reference = FrozenReference(reference, self.model, whole=self._whole)
+        self._reference, self._inside = reference, ""
         self._first_steps, self._has_warned = FirstSteps(self.model, ctx), False
 
     @classmethod
@@ -240,6 +242,16 @@ class Engine:
         self._warn_of_dropout()
         with self._reference(), self._no_training("reference()"):
             yield
+
+    def with_reference(self, batches: Sequence[Any]) -> list[Any]:
+        """Add `Task.reference_values` to prepared microbatches, as for `accumulate`, on the ranks of the last stage.
+
+        Batches are mappings. Collective.
+        """
+        task: Any = self._task
+        with self.reference():
+            found = reference_values(batches, len(batches), pipeline=self.pipeline, task=task)
+        return [{**batch, **found.get(index, {})} for index, batch in enumerate(batches)]
 
     def _warn_of_dropout(self) -> None:
         """Print once that the reference is computed without the dropout of the training forward."""

@@ -19,34 +19,42 @@ Reference: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]] | L
 """Reference of an engine: a function such as `d9d_peft.adapters_off`, or "initial" to copy the initial weights."""
 
 
-def reference_context(
-    reference: Reference | None, model: nn.Module, *, whole: nn.Module
-) -> Callable[[], AbstractContextManager[object]] | None:
-    """Return a function that makes the model act as its reference in a context; `None` without a reference.
-
-    The reference has the current buffers of `whole`, the model with the copies of shared parameters; with "initial",
-    also its current parameters. Raises `UserError` for an unknown reference.
-    """
-    if reference is None:
-        return None
-    if reference != "initial" and not callable(reference):
+def check_reference(reference: object) -> None:
+    """Raise `UserError` unless a reference is None, "initial", or a function."""
+    if reference not in (None, "initial") and not callable(reference):
         raise UserError(
             f'reference = {reference!r}; expected None, "initial", or a function such as d9d_peft.adapters_off.'
         )
-    buffers = BufferValues(whole, device=torch.device("cpu"))
-    enter = ReferenceWeights(whole).swapped_in if reference == "initial" else partial(reference, model)
+
+
+@final
+class FrozenReference:
+    """Context manager factory: inside the context, the model acts as its reference. No collectives.
+
+    The reference has the current buffers of `whole`, the model with the copies of shared parameters; with "initial",
+    also its current parameters.
+
+    Raises:
+        UserError: See `check_reference`.
+    """
+
+    def __init__(self, reference: Reference, model: nn.Module, *, whole: nn.Module) -> None:
+        check_reference(reference)
+        self._whole, self._buffers = whole, BufferValues(whole, device=torch.device("cpu"))
+        self._enter: Callable[[], AbstractContextManager[object]] = (
+            ReferenceWeights(whole).swapped_in if reference == "initial" else partial(reference, model)
+        )
 
     @contextmanager
-    def acting() -> Generator[None]:
-        own = BufferValues(whole)
-        buffers.restore()
+    def __call__(self) -> Generator[None]:
+        """Return the context."""
+        own = BufferValues(self._whole)
+        self._buffers.restore()
         try:
-            with enter():
+            with self._enter():
                 yield
         finally:
             own.restore()
-
-    return acting
 
 
 @final

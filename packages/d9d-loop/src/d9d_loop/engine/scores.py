@@ -1,7 +1,7 @@
 """Scores of tokens: forward passes without gradients that return values per token in the order of the batches."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from d9d_dist import UserError
 from d9d_dist.collectives.tree_gather import all_gather_trees
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.isolation import evaluation_mode
-from d9d_loop.task import BatchTask
+from d9d_loop.task import BatchTask, Task
 from d9d_pipeline import Inputs
 
 RecordLayers: TypeAlias = Callable[[nn.Module], AbstractContextManager[Mapping[int, Sequence[Tensor]]]]
@@ -56,6 +56,29 @@ def score(
         of_layers = _joined(found, pipeline)
         values = {index: {**each, "expert_indices": of_layers[index]} for index, each in values.items()}
     return pipeline.gather_tokens([values[index] for index in sorted(values)])
+
+
+def reference_values(
+    batches: Iterable[Any],
+    num_batches: int,
+    *,
+    pipeline: Pipeline,
+    task: Task,
+    inputs: Callable[[Any], Inputs] | None = None,
+) -> dict[int, Mapping[str, Tensor]]:
+    """Return `Task.reference_values` by the index of the batch, on the ranks of the last stage. Collective.
+
+    Call it while the model acts as its reference. `inputs` returns the arguments of the model for a batch; by default
+    those of the task.
+    """
+    found: dict[int, Mapping[str, Tensor]] = {}
+
+    def take(outputs: Any, index: int, batch: Any) -> None:
+        found[index] = task.reference_values(outputs, batch)
+
+    with evaluation_mode(pipeline.model):
+        pipeline.forward(batches, num_batches, inputs=inputs or partial(pipeline.inputs_of, task), on_output=take)
+    return found
 
 
 def _joined(found: Mapping[int, Sequence[Tensor]], pipeline: Pipeline) -> list[Tensor]:

@@ -1,9 +1,10 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError
 from d9d_loop.data.batch_placement import BatchPlacement
@@ -13,6 +14,8 @@ from d9d_loop.data.sample_reader import SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.engine.pipeline import Pipeline
+from d9d_loop.engine.reference import FrozenReference
+from d9d_loop.engine.scores import reference_values
 from d9d_loop.isolation import evaluation_mode, seed_generators
 from d9d_loop.job.predictions import ComputeMetrics, Predictions
 from d9d_loop.task import Task, measured_loss
@@ -31,6 +34,7 @@ class Evaluator:
         batch_size: Number of samples of a forward pass on one rank.
         seed: Seed of the random numbers that the dataset, `collate`, the task and the model draw.
         compute: Function of all predictions of the task that returns more values; `None` for none.
+        reference: Context in which the model acts as its reference, whose values the batches get; `None` for none.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class Evaluator:
         ctx: DistributedContext,
         seed: int = 0,
         compute: ComputeMetrics | None = None,
+        reference: FrozenReference | None = None,
     ) -> None:
-        self._seed, self._task, self._ctx, self._compute = seed, task, ctx, compute
+        self._seed, self._task, self._ctx, self._compute, self._reference = seed, task, ctx, compute, reference
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         if not isinstance(samples, SampleStream):
             samples, num_samples = SubsetStream(samples, num_samples), None
@@ -70,19 +75,11 @@ class Evaluator:
         metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
         mean_loss = WeightedMean().to(self._ctx.device)
 
-        batches = BatchReader(
-            self._reader, iter(self._jobs), seed=self._seed, place=self._place, device=self._ctx.device
-        )
-
-        positions = (job.position for job in self._jobs)
-
-        def inputs(batch: Any) -> Inputs:
-            seed_generators(self._seed, "evaluation input", next(positions), device=True)
-            return self._pipeline.inputs_of(self._task, batch)
-
+        of_reference = self._reference_values()
         predictions = Predictions(self._task, self._ctx, has_outputs=self._pipeline.has_last_stage)
 
         def take(outputs: Any, index: int, batch: Any) -> None:
+            batch = {**batch, **of_reference[index]} if index in of_reference else batch
             is_padding = index >= self._num_real
             if self._compute is not None:
                 predictions.add(outputs, batch, is_padding=is_padding)
@@ -92,8 +89,8 @@ class Evaluator:
                 mean_loss.update(loss.total, loss.weight)
 
         with ExitStack() if self._compute is None else predictions:
-            with evaluation_mode(self._pipeline.model), closing(batches):
-                self._pipeline.forward(batches, len(self._jobs), inputs=inputs, on_output=take)
+            with evaluation_mode(self._pipeline.model), closing(self._batches()) as batches:
+                self._pipeline.forward(batches, len(self._jobs), inputs=self._seeded_inputs(), on_output=take)
             values = compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))
             computed = {} if self._compute is None else predictions.compute(self._compute)
         if taken := sorted(values.keys() & computed.keys()):
@@ -102,3 +99,24 @@ class Evaluator:
                 "names. Rename the values."
             )
         return {**values, **computed}
+
+    def _batches(self) -> BatchReader:
+        jobs = iter(self._jobs)
+        return BatchReader(self._reader, jobs, seed=self._seed, place=self._place, device=self._ctx.device)
+
+    def _seeded_inputs(self) -> Callable[[Any], Inputs]:
+        positions = (job.position for job in self._jobs)
+
+        def inputs(batch: Any) -> Inputs:
+            seed_generators(self._seed, "evaluation input", next(positions), device=True)
+            return self._pipeline.inputs_of(self._task, batch)
+
+        return inputs
+
+    def _reference_values(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """Return the values of the reference by the index of the batch, from an own pass over the data. Collective."""
+        if self._reference is None:
+            return {}
+        with self._reference(), closing(self._batches()) as batches:
+            options: dict[str, Any] = {"task": self._task, "inputs": self._seeded_inputs()}
+            return reference_values(batches, len(self._jobs), pipeline=self._pipeline, **options)

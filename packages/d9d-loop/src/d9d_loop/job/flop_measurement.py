@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, DeclaresWindow
 from d9d_loop.job.backward_walk import walk_backward
 from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula
-from d9d_loop.task import Task, to_inputs
+from d9d_loop.task import Task, to_inputs, with_reference
 from d9d_pipeline import Inputs
 
 
@@ -51,8 +51,10 @@ def rows_of(inputs: Inputs) -> tuple[Tensor, bool]:
     return rows, rows.dim() == 2 and not rows.is_floating_point()
 
 
-def measure_flops(model: nn.Module, task: Task, batch: Any) -> tuple[FlopFormula, bool]:
+def measure_flops(model: nn.Module, task: Task, batch: Any, *, has_reference: bool = False) -> tuple[FlopFormula, bool]:
     """Return the FLOPs of a model on `meta`, from a microbatch of its task; True if the pairs of a mask are not known.
+
+    With `has_reference`, they include a forward of the reference.
 
     Raises any exception of code that cannot run on `meta`, such as code that reads values.
     """
@@ -64,6 +66,9 @@ def measure_flops(model: nn.Module, task: Task, batch: Any) -> tuple[FlopFormula
         attention = _AttentionCalls(rows.shape if are_tokens else None, counter)
         attention.replace(model)
         with counter:
+            if has_reference:
+                with torch.no_grad():
+                    batch = with_reference(task, model(*inputs.first, **inputs.shared), batch)
             loss = task.loss(model(*inputs.first, **inputs.shared), batch).total
             counter.in_backward = True
             _backward(loss)

@@ -4,11 +4,14 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 
+from torch import nn
+
 from d9d_dist import DistributedContext, gather_json
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.job_state import JobState, Record
+from d9d_loop.engine.reference import FrozenReference
 from d9d_loop.engine.start import Training, build_training
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ModelReady, OptimizerReady
@@ -103,6 +106,11 @@ def build_job(
         events=events,
         trainable_only=config.checkpoint.trainable_only,
     )
+    reference = None
+    if plan.reference is not None:  # before a checkpoint replaces the initial values
+        pipeline.shared.copy_values()
+        whole = nn.ModuleList(pipeline.stages.values())
+        reference = FrozenReference(plan.reference, pipeline.model, whole=whole)
     record = state.restore()
     if record.ended != plan.steps:  # the job has another number of steps now
         record.ended = None
@@ -110,7 +118,7 @@ def build_job(
     pipeline.shared.copy_values()
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
-    engine = build_engine(plan, training, ctx=ctx, events=events)
+    engine = build_engine(plan, training, ctx=ctx, events=events, reference=reference)
     hosts = gather_json(socket.gethostname(), alone=ctx.world_size == 1)
     journal = Journal(config.run.dir, ctx, steps=plan.steps, hosts=hosts, on_failure=config.run.on_failure)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
@@ -124,7 +132,7 @@ def build_job(
         guard=guard,
         loss=partial(measured_loss, task, metrics),
         loader=loader,
-        evaluate=_build_evaluator(plan, engine),
+        evaluate=_build_evaluator(plan, engine, reference),
         state=state,
         record=record,
         reports=Reports(plan, record=record, metrics=metrics, ctx=ctx, flops=flops),
@@ -136,7 +144,14 @@ def build_job(
     )
 
 
-def build_engine(plan: JobPlan, training: Training, *, ctx: DistributedContext, events: Events | None = None) -> Engine:
+def build_engine(
+    plan: JobPlan,
+    training: Training,
+    *,
+    ctx: DistributedContext,
+    events: Events | None = None,
+    reference: FrozenReference | None = None,
+) -> Engine:
     """Build the engine of a job. The caller acts on the decisions on bad steps. Collective."""
     return Engine(
         training.pipeline,
@@ -150,6 +165,7 @@ def build_engine(plan: JobPlan, training: Training, *, ctx: DistributedContext, 
         average=training.average,
         peak_learning_rate=plan.peak_learning_rate,
         events=events,
+        reference=reference,
     )
 
 
@@ -175,7 +191,7 @@ def _build_loader(plan: JobPlan, ctx: DistributedContext) -> StreamLoader:
     )
 
 
-def _build_evaluator(plan: JobPlan, engine: Engine) -> Evaluator | None:
+def _build_evaluator(plan: JobPlan, engine: Engine, reference: FrozenReference | None) -> Evaluator | None:
     if plan.evaluation_data is None:
         return None
     return Evaluator(
@@ -188,4 +204,5 @@ def _build_evaluator(plan: JobPlan, engine: Engine) -> Evaluator | None:
         ctx=engine.ctx,
         seed=plan.config.seed,
         compute=plan.compute_metrics,
+        reference=reference,
     )

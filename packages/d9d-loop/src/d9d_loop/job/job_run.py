@@ -151,10 +151,10 @@ def evaluate_job(job: Job) -> TrainResult:
 
 
 def _next_batches(job: Job) -> list[Any]:
-    """Return this rank's microbatches of the next step.
+    """Return this rank's microbatches of the next step, with the values of the reference if there is one.
 
     Raises `UserError` on every rank if the data have ended, or the statistics of batch norms would include stand-ins.
-    Collective if a rank has stand-ins.
+    Collective if a rank has stand-ins, or with a reference.
     """
     try:
         batches = job.stragglers.next(job.loader)
@@ -165,7 +165,7 @@ def _next_batches(job: Job) -> list[Any]:
         ) from None
     if job.loader.has_stand_ins and any(gather_json(trains_batch_norm(job.engine.model))):
         raise UserError(f"the data end with fewer microbatches on some ranks, and {STAND_INS}")
-    return batches
+    return batches if job.plan.reference is None else job.engine.with_reference(batches)
 
 
 def _write_start(job: Job) -> None:

@@ -18,6 +18,7 @@ from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
 from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.engine.optimizer_fit import optimizer_provider
+from d9d_loop.engine.reference import Reference, check_reference
 from d9d_loop.job.code_digest import source_digests
 from d9d_loop.job.job_check import (
     check_batch_norm,
@@ -59,6 +60,7 @@ class JobPlan:
     Attributes:
         resolved: The configuration as JSON.
         compute_metrics: Function of all predictions of an evaluation; `None` for none.
+        reference: Reference of the model, whose values each batch gets; `None` for none.
         steps: Total number of optimizer steps.
         model: Layout of the model over the ranks.
         peak_learning_rate: That of the configuration; `None` with an optimizer of a function.
@@ -86,6 +88,7 @@ class JobPlan:
     task: Task
     data: DataProvider
     compute_metrics: ComputeMetrics | None
+    reference: Reference | None
     optimizer: OptimizerProvider
     peak_learning_rate: float | None
     lr_schedule: LrSchedule
@@ -135,6 +138,7 @@ def plan_job(
     data: DataProvider,
     task: Task,
     compute_metrics: ComputeMetrics | None = None,
+    reference: Reference | None = None,
     optimizer: OptimizerProvider | None = None,
     lr_schedule: LrSchedule | None = None,
     pipeline_schedule: Schedule | None = None,
@@ -148,6 +152,7 @@ def plan_job(
         UserError: If a check fails. The message names the field, the value, the expected value and the remedy.
     """
     check_metric_names(task)
+    check_reference(reference)
     launch = launch or read_launch()
     mesh = config.mesh.resolve(launch.world_size)
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
@@ -203,7 +208,7 @@ def plan_job(
     needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=code)
     exports = config.export and not model.is_exported_by_handler
     export_mapper = export_mapper_of(model, whole, config) if exports else None
-    if needs_weights:
+    if needs_weights or reference == "initial":
         layout = layout.with_weights("initial_weights", weights)
     build_lr_schedule = config.lr_schedule.build if lr_schedule is None else lambda _steps: lr_schedule
     factor = build_lr_schedule(steps)
@@ -216,6 +221,7 @@ def plan_job(
         task=task,
         data=data,
         compute_metrics=compute_metrics,
+        reference=reference,
         optimizer=build_optimizer,
         peak_learning_rate=config.optimizer.learning_rate if optimizer is None else None,
         lr_schedule=factor,

@@ -35,7 +35,7 @@ from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.predictions import checked_predictions
 from d9d_loop.job.sum_check import check_sum
-from d9d_loop.task import Loss, Task, to_inputs
+from d9d_loop.task import Loss, Task, to_inputs, with_reference
 from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_metrics.sync import named_tensors
 from d9d_pipeline import Inputs
@@ -116,7 +116,10 @@ class _Rehearsal:
                 if self._first_batch is None:
                     self._first_batch = self._read(self._plan.stream, self._plan.microbatch_size)
                 with _eager():
-                    formula, has_unknown_mask = measure_flops(model, self._task, self._first_batch)
+                    has_reference = self._plan.reference is not None
+                    formula, has_unknown_mask = measure_flops(
+                        model, self._task, self._first_batch, has_reference=has_reference
+                    )
                 found["flops"] = formula.to_json()
                 if has_unknown_mask:
                     found["note"] = "model FLOPs count attention with a mask of its own as causal attention."
@@ -141,7 +144,7 @@ class _Rehearsal:
                 with torch.set_grad_enabled(not is_evaluation):
                     outputs = self._run(batch)
                 if not is_evaluation:
-                    check_sum(self._task, outputs, batch)
+                    check_sum(self._task, outputs, batch, has_reference=self._plan.reference is not None)
             except UserError as error:
                 return str(error)
             except _UserCodeError as failure:
@@ -203,6 +206,8 @@ class _Rehearsal:
         with in_place:
             with refuse_lost_writes(self._model) if self._plan.model.shards_by_default else nullcontext():
                 outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
+            if self._plan.reference is not None:
+                batch = _call(f"{self._name}.reference_values", with_reference, self._task, outputs, batch)
             loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
         if torch.is_grad_enabled():
             check_loss(self._task, loss, outputs)

@@ -13,18 +13,19 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import UserError
 from d9d_loop.isolation import isolated_random
-from d9d_loop.task import Loss, Task
+from d9d_loop.task import Loss, Task, with_reference
 
 _MAX_NUMBERS = 1 << 24  # of the outputs of two rows; larger ones are not checked
 
 
-def check_sum(task: Task, outputs: Any, batch: Any) -> None:
+def check_sum(task: Task, outputs: Any, batch: Any, *, has_reference: bool = False) -> None:
     """Raise `UserError` if a task returns a mean for a sum.
 
     Args:
         task: Task of the job.
         outputs: Outputs of the model for the batch, of which only shapes and dtypes are read.
         batch: Batch on the CPU. Nothing is checked unless the first dim of all tensors is the number of rows.
+        has_reference: True if the batches of the job get the values of a reference: here of the same outputs.
     """
     found: list[Loss] = []
     with suppress(Exception), isolated_random("sum check"), torch.no_grad():
@@ -34,6 +35,7 @@ def check_sum(task: Task, outputs: Any, batch: Any) -> None:
         if numbers <= _MAX_NUMBERS:
             drawn = pytree.tree_map_only(Tensor, _random_rows, outputs)
             rows = pytree.tree_map_only(Tensor, lambda x: torch.cat((x, x))[:2], batch)
+            rows = with_reference(task, drawn, rows) if has_reference else rows
             for part in (slice(None), slice(1), slice(1, None)):
                 of_part = (pytree.tree_map_only(Tensor, lambda x, part=part: x[part], tree) for tree in (drawn, rows))
                 found.append(task.loss(*of_part))

@@ -29,6 +29,7 @@ from d9d_loop.user_frames import explained
 from d9d_pipeline import Schedule
 
 if TYPE_CHECKING:
+    from d9d_loop.engine.reference import Reference
     from d9d_loop.job.job import Job
     from d9d_loop.job.plan import JobPlan
     from d9d_loop.job.predictions import ComputeMetrics
@@ -52,6 +53,10 @@ class Trainer:
         collate: Function that builds a batch from a list of samples, if `data` is a dataset.
         compute_metrics: Function of all predictions of an evaluation (`Task.predictions`), numpy arrays by name, that
             returns more values by name. It runs on one rank.
+        reference: Frozen reference of the model, for losses that compare with it, such as DPO: a function such as
+            `d9d_peft.adapters_off`, or "initial" for a copy of the initial weights in host memory. Before each step,
+            and in evaluations, the batches get `Task.reference_values` of the reference. A job that resumes reads the
+            initial weights again.
         optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
         lr_schedule: Function of the step, counted from 0, that returns the learning rate relative to the peak; by
             default the schedule of the configuration.
@@ -72,6 +77,7 @@ class Trainer:
         evaluation_data: Samples | SampleStream | None = None,
         collate: Collate | None = None,
         compute_metrics: "ComputeMetrics | None" = None,
+        reference: "Reference | None" = None,
         optimizer: OptimizerProvider | None = None,
         lr_schedule: LrSchedule | None = None,
         pipeline_schedule: Schedule | None = None,
@@ -93,6 +99,7 @@ class Trainer:
             data=_data_provider(config, data, evaluation_data, collate),
             task=task,
             compute_metrics=compute_metrics,
+            reference=reference,
             optimizer=optimizer,
             lr_schedule=lr_schedule,
             pipeline_schedule=pipeline_schedule,

@@ -2,18 +2,30 @@
 
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from d9d_loop.config.preset import JobFileConfig
 from d9d_loop.data.chat_template import TRAINING_DATE
 from d9d_loop.data.conversation import ChatLabels, TextPairs, TooLong
+from d9d_loop.losses.preference_kind import PreferenceKind
 from d9d_loop.section import Section
 
-JobKind: TypeAlias = Literal["sft", "pretrain", "classify", "embed"]
-"""Fine-tuning on conversations, next-token prediction on text, classification of texts, or embeddings of texts."""
+JobKind: TypeAlias = Literal["sft", "dpo", "reward", "pretrain", "classify", "embed"]
+"""Fine-tuning on conversations, preference optimization or a reward model on pairs of answers, next-token prediction on
+text, classification of texts, or embeddings of texts."""
+
+CHAT_JOBS: tuple[JobKind, ...] = ("sft", "dpo", "reward")
+"""Jobs on conversations, which need a chat template."""
+
+GENERATING_JOBS: tuple[JobKind, ...] = ("sft", "dpo", "pretrain")
+"""Jobs whose model predicts the next token."""
+
+PACKED_JOBS: tuple[JobKind, ...] = ("sft", "dpo", "pretrain")
+"""Jobs that support packed rows."""
 
 ALL_LINEAR = "all-linear"
 """Value of `adapter.target` for all linear layers except those of a head."""
@@ -156,19 +168,51 @@ class EmbeddingConfig(Section):
     negatives_field: str = Field(default="negatives", description="Field with the list of negatives.")
 
 
+class PreferenceConfig(Section):
+    """Loss of preference pairs: DPO and its relatives, by the options of `PreferenceLoss`."""
+
+    beta: PositiveFloat = Field(default=0.1, description="Strength of the preference.")
+    kind: PreferenceKind = Field(
+        default="sigmoid", description="Function of the margin: sigmoid (DPO, SimPO), squared (IPO) or hinge (SLiC)."
+    )
+    length_normalized: bool = Field(default=False, description="Divide the score of an answer by its number of tokens.")
+    label_smoothing: float = Field(default=0.0, description="Probability that a preference is wrong; for sigmoid.")
+    target_margin: float = Field(default=0.0, description="Margin to reach; for sigmoid.")
+    answer_weight: float = Field(
+        default=0.0, description="Factor of the mean negative log-likelihood of the chosen answer, which is added."
+    )
+    reference: bool = Field(
+        default=True,
+        description="Compare with the initial model: the model without its adapters, or a copy in host memory. False: "
+        "no reference, as in SimPO.",
+    )
+
+
+class RewardConfig(Section):
+    """Loss of a reward model."""
+
+    centering: NonNegativeFloat = Field(
+        default=0.0, description="Factor of the squared sum of both rewards, which centers the rewards around 0."
+    )
+    margin: float = Field(default=0.0, description="Margin that the reward of the chosen answer must exceed.")
+
+
 class TextJobConfig(JobFileConfig):
     """Configuration of a training job on text."""
 
     job: JobKind = Field(
-        description="Kind of training: sft (chats), pretrain (text), classify (labeled texts) or embed (pairs)."
+        description="Kind of training: sft (chats), dpo or reward (pairs of answers), pretrain (text), classify "
+        "(labeled texts) or embed (pairs of texts)."
     )
     model: LanguageModelConfig
     dataset: TextDataConfig
     adapter: AdapterConfig | None = None
     embedding: EmbeddingConfig | None = None
+    preference: PreferenceConfig | None = None
+    reward: RewardConfig | None = None
     prompts: tuple[str, ...] = Field(
         default=(),
-        description="Texts that the model continues (pretrain) or answers (sft) at each evaluation, with greedy "
+        description="Texts that the model continues (pretrain) or answers (sft, dpo) at each evaluation, with greedy "
         "decoding. Results go to report.html and the trackers.",
     )
 
@@ -179,12 +223,12 @@ class TextJobConfig(JobFileConfig):
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
                 raise ValueError(
-                    f"{split[0]} needs d9d's own model of the family, which the jobs sft and pretrain use if "
+                    f"{split[0]} needs d9d's own model of the family, which {_or(PACKED_JOBS)} use if "
                     "dataset.packing = true. Set dataset.packing, or shard with mesh.data_parallel_shard"
                 )
             return self
-        if self.job not in ("sft", "pretrain"):
-            raise ValueError(f"dataset.packing = true, but job = {self.job}; expected sft or pretrain. Remove it")
+        if self.job not in PACKED_JOBS:
+            raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")
         model = self.model
         unused = [f"model.{name}" for name in ("dtype", "tensor_parallel_plan") if getattr(model, name) is not None]
         unused += [] if model.folder is None else [f"model.{name}" for name in model.entries]
@@ -201,13 +245,15 @@ class TextJobConfig(JobFileConfig):
         data = self.dataset
         if self.job == "pretrain" and data.too_long != "truncate":
             raise ValueError(f"dataset.too_long = {data.too_long}, but job = pretrain splits long texts. Remove it")
-        if data.too_long == "drop" and self.job != "sft":
+        if data.too_long == "drop" and self.job not in CHAT_JOBS:
             raise ValueError(
-                f"dataset.too_long = drop, but job = {self.job}; expected job = sft, or truncate or refuse"
+                f"dataset.too_long = drop, but job = {self.job}; expected job = {_or(CHAT_JOBS)}, or truncate or refuse"
             )
         for name in ("labels", "text_pairs"):
-            if self.job != "sft" and getattr(data, name) != TextDataConfig.model_fields[name].default:
-                raise ValueError(f"dataset.{name} is set, but job = {self.job}; expected job = sft. Remove it")
+            if self.job not in CHAT_JOBS and getattr(data, name) != TextDataConfig.model_fields[name].default:
+                raise ValueError(
+                    f"dataset.{name} is set, but job = {self.job}; expected job = {_or(CHAT_JOBS)}. Remove it"
+                )
         if data.end_token is not None and self.job != "pretrain":
             raise ValueError(f"dataset.end_token is set, but job = {self.job}; expected job = pretrain. Remove it")
         return self
@@ -216,8 +262,8 @@ class TextJobConfig(JobFileConfig):
     def _has_what_prompts_need(self) -> Self:
         if not self.prompts:
             return self
-        if self.job not in ("sft", "pretrain"):
-            raise ValueError(f"prompts are set, but job = {self.job}; expected sft or pretrain. Remove them")
+        if self.job not in GENERATING_JOBS:
+            raise ValueError(f"prompts are set, but job = {self.job}; expected {_or(GENERATING_JOBS)}. Remove them")
         if not (self.dataset.evaluation_files or self.dataset.held_out):
             raise ValueError(
                 "prompts are set, but there are no evaluation data; expected dataset.held_out or "
@@ -232,7 +278,12 @@ class TextJobConfig(JobFileConfig):
         return self
 
     @model_validator(mode="after")
-    def _has_embedding_only_to_embed(self) -> Self:
-        if self.embedding is not None and self.job != "embed":
-            raise ValueError(f"embedding is set, but job = {self.job}; expected job = embed. Remove embedding")
+    def _has_only_sections_of_its_job(self) -> Self:
+        for name, job in (("embedding", "embed"), ("preference", "dpo"), ("reward", "reward")):
+            if getattr(self, name) is not None and self.job != job:
+                raise ValueError(f"{name} is set, but job = {self.job}; expected job = {job}. Remove {name}")
         return self
+
+
+def _or(jobs: Sequence[str]) -> str:
+    return f"{', '.join(jobs[:-1])} or {jobs[-1]}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from d9d_dist import UserError
 from d9d_loop.data.text_tokenizer import TextTokenizer, listed_ids, read_json, read_text_tokenizer
-from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.job_config import CHAT_JOBS, TextJobConfig
 from d9d_loop.jobs.text_data import chat_tokenizer, text_tokenizer
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -23,7 +23,7 @@ def end_ids(config: TextJobConfig) -> list[int]:
     known = listed_ids(config.model.entries.get("eos_token_id")) or known
     end = config.dataset.end_token
     of_text = None if end is None else tokenizer.token_id(end)
-    trained = chat_tokenizer(config).end_of_turn() if config.job == "sft" else of_text
+    trained = chat_tokenizer(config).end_of_turn() if config.job in CHAT_JOBS else of_text
     return listed_ids([*known, trained, tokenizer.end_id])
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 
 from d9d_dist import UserError
+from d9d_loop.jobs.job_config import JobKind
 
 _FOLDER = files("d9d_loop.jobs").joinpath("starters")
 STARTERS: Mapping[str, str] = {
-    job: _FOLDER.joinpath(f"{job}.toml").read_text(encoding="utf-8") for job in ("sft", "pretrain", "classify", "embed")
+    job: _FOLDER.joinpath(f"{job}.toml").read_text(encoding="utf-8") for job in get_args(JobKind)
 }
 """Content of the starter file of each job."""
 

@@ -61,7 +61,9 @@ def chat_tokenizer(config: TextJobConfig) -> ChatTokenizer:
     """Return the tokenizer and chat template of a job."""
     folder = config.model.tokenizer or config.model.folder
     if folder is None:
-        raise UserError("job = sft needs a chat template; expected model.folder, or model.tokenizer. Set one of them.")
+        raise UserError(
+            f"job = {config.job} needs a chat template; expected model.folder, or model.tokenizer. Set one of them."
+        )
     data = config.dataset
     return read_chat_tokenizer(folder, today=data.date, labels=data.labels, text_pairs=data.text_pairs)
 
@@ -83,11 +85,11 @@ def _rows(
 ) -> DatasetProvider:
     """Return a data provider that converts each sample to a row of tokens, of any length, when the sample is read."""
     held_out = None if evaluation is None else _Converted(evaluation, convert, tokenizer)
-    pad = partial(_pad, padding=padding_id(config, tokenizer))
+    pad = partial(pad_rows, padding=padding_id(config, tokenizer))
     return dataset_of(_Converted(training, convert, tokenizer), held_out, config, collate=pad)
 
 
-def _pad(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
+def pad_rows(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
     """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding."""
     ids = [sample["input_ids"] for sample in samples]
     batch = {
@@ -141,14 +143,19 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     for key, file in (("dataset.files", training), ("dataset.evaluation_files", evaluation)):
         if file is not None:
             _check_chats(file, data.length, key=key)
-            _note_cuts(file, data.length, note)
-    if tokenizer.prints_date:
-        note(f"the chat template prints {data.date} as the date of today (dataset.date).")
+            note_cuts(file, data.length, note, what="conversations")
+    note_template(config, tokenizer, note)
     pad = padding_id(config, tokenizer.text_tokenizer)
     if data.packing:
         return PackedTexts(config, training, evaluation, pad=pad)
     held_out = None if evaluation is None else _ChatRows(evaluation)
-    return dataset_of(_ChatRows(training), held_out, config, collate=partial(_pad, padding=pad))
+    return dataset_of(_ChatRows(training), held_out, config, collate=partial(pad_rows, padding=pad))
+
+
+def note_template(config: TextJobConfig, tokenizer: ChatTokenizer, note: Note) -> None:
+    """Tell the user which date the chat template prints, if it does."""
+    if tokenizer.prints_date:
+        note(f"the chat template prints {config.dataset.date} as the date of today (dataset.date).")
 
 
 def _check_chats(file: TokenDocuments, length: int, *, key: str) -> None:
@@ -163,11 +170,12 @@ def _check_chats(file: TokenDocuments, length: int, *, key: str) -> None:
         )
 
 
-def _note_cuts(file: TokenDocuments, length: int, note: Note) -> None:
+def note_cuts(file: TokenDocuments, length: int, note: Note, *, what: str) -> None:
+    """Tell the user how many samples of a token file the length drops or truncates, if any."""
     about = file.about
     if about.get("dropped", 0) != 0 or about.get("cut", 0) != 0:
         note(
-            f"of {about['read']} conversations, {about['dropped']} are dropped, because they have no label within "
+            f"of {about['read']} {what}, {about['dropped']} are dropped, because they have no label within "
             f"{length} tokens, and {about['cut']} are truncated. Increase dataset.length to keep them."
         )
 

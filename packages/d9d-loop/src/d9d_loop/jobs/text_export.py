@@ -5,7 +5,7 @@ from pathlib import Path
 
 from d9d_loop.data.text_tokenizer import TEMPLATE_FOLDER, TOKENIZER_FILES, read_text_tokenizer
 from d9d_loop.events import Finished
-from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.job_config import GENERATING_JOBS, TextJobConfig
 from d9d_loop.jobs.special_ids import write_special_ids
 from d9d_loop.jobs.text_data import text_tokenizer
 
@@ -18,7 +18,7 @@ def write_tokenizer(config: TextJobConfig, done: Finished) -> None:
     for folder in (done.result.run_dir / name for name in ("export", "adapters")):
         if done.ctx.is_main_process and folder.is_dir():
             _write(config, folder)
-            if config.job in ("sft", "pretrain"):
+            if config.job in GENERATING_JOBS:
                 write_special_ids(config, folder)
 
 

@@ -1,26 +1,29 @@
 """Trainer of a job on text, built only from its configuration."""
 
 from importlib.util import find_spec
-from typing import assert_never
+from typing import Any, assert_never
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.config.component import import_function
 from d9d_loop.data import DataProvider
+from d9d_loop.engine.reference import Reference
 from d9d_loop.events import ConfigReady, Finished
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
-from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
+from d9d_loop.jobs.job_config import EmbeddingConfig, PreferenceConfig, RewardConfig, TextJobConfig
 from d9d_loop.jobs.text_data import Note, chat_rows, labeled_rows, packed_texts, text_tokenizer, text_windows
 from d9d_loop.jobs.text_export import write_tokenizer
 from d9d_loop.jobs.text_groups import text_groups
 from d9d_loop.jobs.text_model import auto_class, own_model, padding_id, router_loss_factor, transformers_model
+from d9d_loop.jobs.text_pairs import pair_rows
 from d9d_loop.jobs.text_samples import TextSamples
-from d9d_loop.jobs.text_tasks import Classify, Embed, NextToken
+from d9d_loop.jobs.text_tasks import Classify, Embed, NextToken, Prefer, Reward
+from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.model.hugging_face_model import read_config
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
-from d9d_loop.tasks import NextTokenTask
+from d9d_loop.tasks import NextTokenTask, PreferenceTask
 
 
 def text_trainer(config: TextJobConfig) -> Trainer:
@@ -44,6 +47,7 @@ def text_trainer(config: TextJobConfig) -> Trainer:
         model=adapted or model,
         data=data,
         task=task,
+        reference=_reference(config),
         compute_metrics=None if compute is None else import_function(compute, "compute_metrics"),
     )
     source = config.initial_weights or model.initial_weights
@@ -80,22 +84,50 @@ def _check_folders(config: TextJobConfig) -> None:
 
 def _parts(config: TextJobConfig, note: Note) -> tuple[DataProvider, Task, ModelProvider]:
     """Return the data, the task and the model of a job."""
-    tokenizer = text_tokenizer(config)
-    if config.dataset.packing:
-        data: DataProvider = chat_rows(config, note) if config.job == "sft" else packed_texts(config, note)
-        return data, NextTokenTask(), own_model(config, tokenizer)
+    tokenizer, packing = text_tokenizer(config), config.dataset.packing
+    entries: dict[str, Any] = {}
+    data: DataProvider
+    task: Task
     match config.job:
         case "sft" | "pretrain":
-            data = chat_rows(config, note) if config.job == "sft" else text_windows(config, note)
-            task: Task = NextToken(router_loss=router_loss_factor(config, tokenizer))
-            return data, task, transformers_model(config, tokenizer)
+            task = NextTokenTask() if packing else NextToken(router_loss=router_loss_factor(config, tokenizer))
+            texts = packed_texts if packing else text_windows
+            data = chat_rows(config, note) if config.job == "sft" else texts(config, note)
+        case "dpo":
+            task = _preference_task(config, router_loss=0.0 if packing else router_loss_factor(config, tokenizer))
+            data = pair_rows(config, note)
+        case "reward":
+            chosen = config.reward or RewardConfig()
+            task = Reward(RewardLoss(centering=chosen.centering, margin=chosen.margin))
+            data = pair_rows(config, note)
+            entries = {"num_labels": 1, "pad_token_id": padding_id(config, tokenizer)}
         case "classify":
+            task = Classify()
             data, classes = labeled_rows(config)
             entries = {**classes.entries(), "pad_token_id": padding_id(config, tokenizer)}
-            return data, Classify(), transformers_model(config, tokenizer, entries)
         case "embed":
-            chosen = config.embedding or EmbeddingConfig()
-            task = Embed(num_pairs=chosen.group, pooling=chosen.pooling, temperature=chosen.temperature)
-            return text_groups(config, chosen), task, transformers_model(config, tokenizer)
+            pairs = config.embedding or EmbeddingConfig()
+            task = Embed(num_pairs=pairs.group, pooling=pairs.pooling, temperature=pairs.temperature)
+            data = text_groups(config, pairs)
         case _:
             assert_never(config.job)
+    return data, task, own_model(config, tokenizer) if packing else transformers_model(config, tokenizer, entries)
+
+
+def _preference_task(config: TextJobConfig, *, router_loss: float) -> Task:
+    chosen = config.preference or PreferenceConfig()
+    loss = PreferenceLoss(**chosen.model_dump(exclude={"reference"}))
+    if config.dataset.packing:
+        return PreferenceTask(loss, has_reference=chosen.reference)
+    return Prefer(loss, has_reference=chosen.reference, router_loss=router_loss)
+
+
+def _reference(config: TextJobConfig) -> Reference | None:
+    """Return the reference of a job: the model without its adapters, or a copy of the initial weights."""
+    if config.job != "dpo" or not (config.preference or PreferenceConfig()).reference:
+        return None
+    if config.adapter is None:
+        return "initial"
+    import d9d_peft  # noqa: PLC0415 - an extra
+
+    return d9d_peft.adapters_off

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from d9d_dist import UserError
-from d9d_loop.jobs.job_config import JobKind, TextJobConfig
+from d9d_loop.jobs.job_config import GENERATING_JOBS, JobKind, TextJobConfig
 from d9d_loop.model.hugging_face_model import hugging_face_model, read_config
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.model.pretrained_model import pretrained_model
@@ -63,7 +63,7 @@ def transformers_model(
     }
     if chosen.folder is None:
         return hugging_face_model(found, auto, **options)
-    new_head = config.job in ("classify", "embed")
+    new_head = config.job in ("classify", "embed", "reward")
     return hugging_face_model(chosen.folder, auto, new_head=new_head, **options, **changes)
 
 
@@ -72,9 +72,9 @@ def auto_class(job: JobKind) -> Any:
     import transformers
 
     match job:
-        case "sft" | "pretrain":
+        case "sft" | "dpo" | "pretrain":
             return transformers.AutoModelForCausalLM
-        case "classify":
+        case "classify" | "reward":
             return transformers.AutoModelForSequenceClassification
         case "embed":
             return transformers.AutoModel
@@ -136,12 +136,12 @@ def padding_id(config: TextJobConfig, tokenizer: SpecialIds) -> int:
     own = model_config(config, tokenizer, config.model.entries).pad_token_id
     own = None if own is None or own < 0 else own
     found = next((each for each in (own, tokenizer.pad_id, tokenizer.end_id) if each is not None), None)
-    if config.job == "classify" and tokenizer.pad_id not in (None, found):
+    if config.job in ("classify", "reward") and tokenizer.pad_id not in (None, found):
         raise UserError(
             f"config.json of the model has pad_token_id = {own}, but its tokenizer pads with {tokenizer.pad_id}; "
             "expected equal ids, because a classifier finds the end of a text by its padding. Set model.pad_token_id."
         )
-    if config.job == "classify" and found is None:
+    if config.job in ("classify", "reward") and found is None:
         raise UserError(
             "the model has no pad_token_id, and its tokenizer has neither a padding token nor an end token; expected "
             "a token that pads the texts of a batch to equal length. Set model.pad_token_id."
@@ -154,7 +154,7 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
-    if config.job in ("sft", "pretrain") and is_encoder and not getattr(model_config, "is_decoder", False):
+    if config.job in GENERATING_JOBS and is_encoder and not getattr(model_config, "is_decoder", False):
         raise _bidirectional(config)
     length, limit = config.dataset.length, num_learned_positions(model_config)
     if limit is not None and length > limit:

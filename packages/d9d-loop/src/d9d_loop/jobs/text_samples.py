@@ -8,7 +8,7 @@ from torch import Tensor
 from d9d_dist import UserError
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import EvaluationDone, ModelReady
-from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.job_config import CHAT_JOBS, TextJobConfig
 from d9d_loop.jobs.special_ids import end_ids
 from d9d_loop.jobs.text_data import chat_tokenizer, text_tokenizer
 from d9d_metrics import Text
@@ -30,7 +30,7 @@ class TextSamples:
     def __init__(self, config: TextJobConfig) -> None:
         self._tokenizer, self._length = text_tokenizer(config), config.dataset.length
         self._texts, self._ids = dict[str, str](), dict[str, list[int]]()
-        chats = chat_tokenizer(config) if config.job == "sft" else None
+        chats = chat_tokenizer(config) if config.job in CHAT_JOBS else None
         self._stops = set(end_ids(config))
         for prompt in config.prompts:
             if chats is None:

@@ -1,7 +1,7 @@
 """Tasks of jobs on text, for models of `transformers`.
 
 B: samples, L: length, V: vocabulary size, C: number of classes. For embeddings, G: groups, K: pairs of a group, C:
-documents of a group, R = K + C: texts of a group, D: width.
+documents of a group, R = K + C: texts of a group, D: width. P: pairs of answers.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.task import Loss, Task
-from d9d_metrics import WeightedMean
+from d9d_loop.tasks import PreferenceTask
+from d9d_metrics import Metric, WeightedMean
 
 Batch = dict[str, Tensor]
 
@@ -86,6 +88,109 @@ class Classify(Task):
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the logits and labels of the samples."""
         return {"logits": outputs.logits, "labels": batch["labels"]}
+
+
+@final
+class Prefer(Task):
+    """Preference optimization: the loss, metrics and reference of `PreferenceTask`, for a model that returns logits.
+
+    The batch has `input_ids`, `attention_mask` and `labels` [P, 2, L]: the chosen and the rejected answer of each pair.
+
+    Args:
+        loss: Loss of pairs.
+        has_reference: See `PreferenceTask`.
+        router_loss: As for `NextToken`; it multiplies the number of pairs.
+    """
+
+    weight_unit = "pairs"
+
+    def __init__(self, loss: PreferenceLoss, *, has_reference: bool, router_loss: float = 0.0) -> None:
+        self._packed, self._router_loss = PreferenceTask(loss, has_reference=has_reference), router_loss
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the model: all answers as rows."""
+        return {**_rows_of_pairs(batch), "use_cache": False}
+
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        """Return the summed losses of the pairs."""
+        loss = self._packed.loss(*self._as_packed(outputs, batch))
+        if self._router_loss and outputs.logits.requires_grad and getattr(outputs, "aux_loss", None) is not None:
+            return Loss(loss.total + self._router_loss * loss.weight * outputs.aux_loss, weight=loss.weight)
+        return loss
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the reward margin and accuracy."""
+        return self._packed.metrics()
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
+        """Add the margins of a microbatch."""
+        packed, rows = self._as_packed(outputs, batch)
+        self._packed.update_metrics(metrics, outputs=packed, batch=rows, loss=loss)
+
+    def reference_values(self, outputs: Any, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the log-probabilities of the reference as `reference_log_probs` [P, 2, L]."""
+        return {"reference_log_probs": self._log_probs(outputs, batch)}
+
+    def _log_probs(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the log-probability of each label [P, 2, L], 0 without a label."""
+        labels, logits = batch["labels"], outputs.logits.float().flatten(0, 1)
+        losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+        return -losses.view_as(labels)
+
+    def _as_packed(self, outputs: Any, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the outputs and the batch as one row for each pair [P, 2 L], with an answer as a document."""
+        rows = {name: batch[name].flatten(1) for name in ("labels", "reference_log_probs") if name in batch}
+        number = torch.arange(2, device=batch["labels"].device)[None, :, None]
+        rows["documents"] = number.expand_as(batch["labels"]).flatten(1)
+        return {"log_probs": self._log_probs(outputs, batch).flatten(1)}, rows
+
+
+@final
+class Reward(Task):
+    """Reward model: the Bradley-Terry loss of pairs, for a classifier of one class.
+
+    The batch has `input_ids`, `attention_mask` and `labels` [P, 2, L], the chosen answer first. The metrics are
+    `reward_margin`, the mean difference of the rewards, and `reward_accuracy`, the share of pairs in which it is
+    positive.
+    """
+
+    weight_unit = "pairs"
+
+    def __init__(self, loss: RewardLoss) -> None:
+        self._loss = loss
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the model: all answers as rows."""
+        return _rows_of_pairs(batch)
+
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        """Return the summed losses of the pairs."""
+        rewards_P2 = _rewards(outputs, batch)
+        documents = torch.arange(2, device=rewards_P2.device).expand_as(rewards_P2)
+        return self._loss(rewards_P2, position_ids_BL=torch.zeros_like(documents), document_ids_BL=documents)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the reward margin and accuracy."""
+        return {"reward_margin": WeightedMean(), "reward_accuracy": WeightedMean()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
+        """Add the rewards of a microbatch."""
+        chosen_P, rejected_P = _rewards(outputs, batch).detach().unbind(1)
+        count = torch.tensor(float(len(chosen_P)))
+        metrics["reward_margin"].update((chosen_P - rejected_P).sum(), count)
+        metrics["reward_accuracy"].update((chosen_P > rejected_P).sum(), count)
+
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the rewards of both answers [P, 2]."""
+        return {"rewards": _rewards(outputs, batch)}
+
+
+def _rows_of_pairs(batch: Batch) -> dict[str, Tensor]:
+    return {key: batch[key].flatten(0, 1) for key in ("input_ids", "attention_mask")}
+
+
+def _rewards(outputs: Any, batch: Batch) -> Tensor:
+    return outputs.logits.float().view(batch["labels"].shape[:2])
 
 
 Pooling: TypeAlias = Literal["mean", "last", "first"]

@@ -17,6 +17,6 @@ from d9d_loop.losses.policy import KlForm as KlForm
 from d9d_loop.losses.policy import PolicyLoss as PolicyLoss
 from d9d_loop.losses.policy import kl_divergence as kl_divergence
 from d9d_loop.losses.policy import truncated_importance as truncated_importance
-from d9d_loop.losses.preference import PreferenceKind as PreferenceKind
 from d9d_loop.losses.preference import PreferenceLoss as PreferenceLoss
 from d9d_loop.losses.preference import RewardLoss as RewardLoss
+from d9d_loop.losses.preference_kind import PreferenceKind as PreferenceKind

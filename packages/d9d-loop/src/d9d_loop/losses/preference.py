@@ -4,7 +4,7 @@ Shape legend: B rows, L positions of this rank, N documents of a row, P = N // 2
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, assert_never, final
+from typing import assert_never, final
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,8 @@ from d9d_dist import UserError
 from d9d_dist.errors import check_choice
 from d9d_loop.losses.checks import check_finite, check_shapes
 from d9d_loop.losses.document_sums import check_ids, num_replicas, sum_per_document, take_pairs
+from d9d_loop.losses.preference_kind import PreferenceKind
 from d9d_loop.task import Loss
-
-PreferenceKind: TypeAlias = Literal["sigmoid", "squared", "hinge"]
-"""Function of the margin: as in DPO, IPO or SLiC."""
 
 
 @final

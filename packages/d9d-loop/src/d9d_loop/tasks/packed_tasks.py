@@ -85,8 +85,8 @@ class NextTokenTask(PackedTask):
 class PreferenceTask(PackedTask):
     """Preference loss of packed pairs, for a decoder whose forward takes `scores`.
 
-    A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which `Engine.score` returns in
-    `Engine.reference`.
+    A batch has the rows of a packed `PairStream`, and `reference_log_probs` [B, L], which a Trainer with a `reference`
+    adds, and `Engine.score` returns in `Engine.reference`.
 
     The metrics are `reward_margin`, the mean of `beta * h` with the margin h of `PreferenceLoss.margins`, and
     `reward_accuracy`, the share of pairs with a positive margin. Router losses of the model are added, and do not
@@ -113,10 +113,15 @@ class PreferenceTask(PackedTask):
         if self._has_reference != (batch.get("reference_log_probs") is not None):
             raise UserError(
                 f"the batch has {'no' if self._has_reference else 'the key'} reference_log_probs; expected it if and "
-                "only if has_reference is True. Score the batch inside Engine.reference() and add the key, or pass "
-                "PreferenceTask(has_reference=False) for a loss without a reference, such as SimPO."
+                "only if has_reference is True. Pass a reference to the Trainer, or score the batch inside "
+                "Engine.reference() and add the key. Pass PreferenceTask(has_reference=False) for a loss without a "
+                "reference, such as SimPO."
             )
         return self._loss(**score_arguments(outputs, batch))
+
+    def reference_values(self, outputs: Mapping[str, Tensor], batch: PackedBatch) -> Mapping[str, Tensor]:
+        """Return the log-probabilities of the reference as `reference_log_probs`."""
+        return {"reference_log_probs": checked_scores(outputs)["log_probs"]}
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the reward margin and accuracy."""

@@ -1,0 +1,104 @@
+"""Pairs of a chosen and a rejected answer for the jobs `dpo` and `reward`: a sample of a batch is a pair.
+
+P: pairs, L: padded length.
+"""
+
+import hashlib
+import logging
+from functools import partial
+from typing import Any, final
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data import ChatData, ChatTokenizer, DataProvider, TokenFile, tokenize_chats
+from d9d_loop.data.contents import contents_of
+from d9d_loop.data.conversation import read_pair
+from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.samples import Samples
+from d9d_loop.data.token_file_writer import open_or_write
+from d9d_loop.data.token_formats import token_format
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_cuts, note_template, pad_rows, samples_of
+from d9d_loop.jobs.text_model import padding_id
+
+_logger = logging.getLogger(__name__)
+
+
+def pair_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
+    """Return the pairs of a job, packed if configured.
+
+    Pairs that are not packed are tokenized once, into a cache in `run.folder`. The number of pairs that the length cuts
+    is passed to `note`.
+    """
+    tokenizer, data = chat_tokenizer(config), config.dataset
+    found = next((path for path in (*data.files, *data.evaluation_files) if token_format(path, text_field="")), None)
+    if found is not None:
+        raise UserError(
+            f"job = {config.job}, but {found} has tokens; expected samples with chosen and rejected. Set job = sft, or "
+            "list the files from which the tokens were written."
+        )
+    training, evaluation = samples_of(config, read_pair)
+    note_template(config, tokenizer, note)
+    if data.packing:
+        options: dict[str, Any] = {"held_out": evaluation, "too_long": data.too_long, "epochs": config.epochs}
+        chosen: dict[str, Any] = {"kind": "pairs", "row_length": data.length, "shuffle": config.data.shuffle}
+        return ChatData(training, tokenizer=tokenizer, **options, **chosen)
+    pad = padding_id(config, tokenizer.text_tokenizer)
+    files = [None if each is None else _tokenized(each, config, tokenizer, note) for each in (training, evaluation)]
+    train, held_out = (None if file is None else _PairRows(file, is_scored=config.job == "reward") for file in files)
+    assert train is not None
+    return dataset_of(train, held_out, config, collate=partial(_pad_pairs, padding=pad))
+
+
+def _tokenized(samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer, note: Note) -> TokenFile:
+    data = config.dataset
+    if data.length < 2:
+        raise UserError(f"dataset.length = {data.length}; expected at least 2 tokens of an answer and its prompt.")
+    options: dict[str, Any] = {"max_length": data.length - 1, "too_long": data.too_long}
+    digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
+    for index in range(len(samples)):
+        for chat in read_pair(samples[index]):
+            digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
+    folder = config.run.folder / "tokens" / f"pairs-{digest.hexdigest()[:16]}"
+    pairs = (samples[index] for index in range(len(samples)))
+    file = open_or_write(folder, lambda: tokenize_chats(pairs, folder, tokenizer=tokenizer, pairs=True, **options))
+    note_cuts(file, data.length, note, what="pairs")
+    return file
+
+
+@final
+class _PairRows:
+    """Pairs of a token file: `input_ids` and `labels` of both answers, the chosen one first, int64 [n] each.
+
+    Labels are shifted, and -100 outside of the answer. A scored answer has its last token among its inputs.
+    """
+
+    def __init__(self, file: TokenFile, *, is_scored: bool) -> None:
+        self._file, self._is_scored = file, is_scored
+
+    def __len__(self) -> int:
+        return len(self._file) // 2
+
+    def __getitem__(self, index: int) -> list[dict[str, Tensor]]:
+        return [self._row(2 * index), self._row(2 * index + 1)]
+
+    def _row(self, number: int) -> dict[str, Tensor]:
+        document = self._file[number]
+        tokens, mask = document["tokens"], document["mask"]
+        labels = tokens[1:].masked_fill(~mask[1:], IGNORED_LABEL)
+        if self._is_scored:
+            return {"input_ids": tokens, "labels": torch.cat((labels, labels.new_full((1,), IGNORED_LABEL)))}
+        return {"input_ids": tokens[:-1], "labels": labels}
+
+    def contents_digest(self) -> JsonValue:
+        """Return the contents of the token file."""
+        return contents_of(self._file)
+
+
+def _pad_pairs(pairs: list[list[dict[str, Tensor]]], *, padding: int) -> dict[str, Tensor]:
+    """Pad all answers to the longest one: `input_ids`, `labels` and `attention_mask` [P, 2, L], 0 for padding."""
+    rows = pad_rows([row for pair in pairs for row in pair], padding=padding)
+    return {name: values.unflatten(0, (len(pairs), 2)) for name, values in rows.items()}
