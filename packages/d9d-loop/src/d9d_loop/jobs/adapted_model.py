@@ -72,6 +72,8 @@ class AdaptedModel(ModelProvider):
             changes = sequential(changes, quantized)
         if not is_part:  # names of the whole model are used to read and write files
             self._base_mapper, self._changes = base_mapper, changes
+            if chosen.base == "dense" and not self._tied:  # those that `export` merges
+                self._export_mapper = export_mapper(self, model, base_only=True)
         return model
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
@@ -119,8 +121,8 @@ class AdaptedModel(ModelProvider):
         if self._adapter.base != "dense" or self._tied:
             return
         self._peft.merge_(model, ctx)
-        mapper = export_mapper(self, model, base_only=True)
-        save_model_state(model, folder / "export", mapper, ctx, extra_files=self.export_files(), source=source)
+        mapper, files = self._export_mapper, self.export_files()
+        save_model_state(model, folder / "export", mapper, ctx, extra_files=files, source=source)
         if ctx.is_main_process:
             print_export_notes(folder / "export")
 

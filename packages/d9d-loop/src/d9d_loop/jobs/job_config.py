@@ -219,7 +219,7 @@ class TextJobConfig(JobFileConfig):
     @model_validator(mode="after")
     def _has_what_packing_needs(self) -> Self:
         if not self.dataset.packing:
-            axes = ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate", "expert_parallel")
+            axes = ("context_parallel_shard", "context_parallel_replicate", "expert_parallel")
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
                 raise ValueError(

@@ -29,6 +29,7 @@ class TextSamples:
 
     def __init__(self, config: TextJobConfig) -> None:
         self._tokenizer, self._length = text_tokenizer(config), config.dataset.length
+        self._is_packed = config.dataset.packing
         self._texts, self._ids = dict[str, str](), dict[str, list[int]]()
         chats = chat_tokenizer(config) if config.job in CHAT_JOBS else None
         self._stops = set(end_ids(config))
@@ -65,7 +66,8 @@ class TextSamples:
         row = torch.zeros(1, -(-stop // multiple) * multiple, dtype=torch.int64, device=self._ctx.device)
         row[0, : len(ids)] = torch.tensor(ids)
         for position in range(len(ids), stop):
-            outputs: Any = done.forward(row)  # logits [1, L, V], or the outputs of a `transformers` model
+            # Logits [1, L, V], or the outputs of a `transformers` model, whose stages take arguments by name.
+            outputs: Any = done.forward(row) if self._is_packed else done.forward(input_ids=row)
             logits = outputs if isinstance(outputs, Tensor) else outputs.logits
             row[0, position] = logits[0, position - 1].argmax()
         answer = row[0, len(ids) : stop].tolist()
