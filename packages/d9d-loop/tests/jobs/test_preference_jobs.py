@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop.job.trainer import Trainer
+from d9d_loop import Trainer, hugging_face_model
+from d9d_loop.data import TokenFileWriter
 from d9d_loop.jobs import TextJobConfig, text_trainer
 from d9d_loop.jobs.text_pairs import pair_rows
+from d9d_loop.jobs.text_tasks import NextToken
 from d9d_metrics import read_metrics
 
 pytest.importorskip("transformers")
@@ -175,6 +177,15 @@ def test_dpo_on_two_ranks_equals_a_plain_loop(
 ) -> None:
     run_ranks(_train, _config(folder, tmp_path, "dpo", mesh=mesh), world_size=2)
     _assert_close(_losses(tmp_path / "dpo"), *plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "model"), [("dpo", "model"), ("reward", "scorer")])
+def test_pairs_in_two_stages_have_the_losses_of_one_process(job: str, model: str, folder: Path, tmp_path: Path) -> None:
+    one = _losses(_train(_config(folder, tmp_path / "one", job, model=model)))
+    two = _config(folder, tmp_path / "two", job, model=model, mesh={"pipeline_parallel": 2})
+    run_ranks(_train, two, world_size=2)
+    assert _losses(tmp_path / "two" / job) == one
 
 
 def test_a_resumed_job_compares_with_the_initial_weights(
@@ -366,8 +377,6 @@ def test_a_setting_that_the_job_does_not_use_is_an_error(changes: dict[str, Any]
 
 
 def test_tokens_are_an_error(folder: Path, tmp_path: Path) -> None:
-    from d9d_loop.data import TokenFileWriter
-
     with TokenFileWriter(tmp_path / "tokens", vocab_size=260) as writer:
         writer.append([1, 2, 3])
     with pytest.raises(
@@ -379,9 +388,6 @@ def test_tokens_are_an_error(folder: Path, tmp_path: Path) -> None:
 def test_a_task_without_reference_values_is_an_error_before_the_start(folder: Path, tmp_path: Path) -> None:
     config = _config(folder, tmp_path, "dpo")
     sft = TextJobConfig.model_validate({**config.model_dump(exclude_unset=True), "job": "sft"})
-    from d9d_loop.jobs.text_tasks import NextToken
-    from d9d_loop import hugging_face_model
-
     trainer = Trainer(
         sft,
         model=hugging_face_model(folder / "model"),

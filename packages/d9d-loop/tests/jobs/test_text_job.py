@@ -295,7 +295,7 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
     [
         ({"prompts": ["a"]}, r"prompts are set, but there are no evaluation data; expected dataset.held_out"),
         ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft or pretrain"),
-        ({"mesh": {"pipeline_parallel": 2}}, r"mesh.pipeline_parallel = 2 needs .* dataset.packing = true"),
+        ({"mesh": {"context_parallel_shard": 2}}, r"context_parallel_shard = 2 needs .* dataset.packing = true"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
         ({"job": "embed", "dataset": {"files": ["x"], "too_long": "drop"}}, r"too_long = drop, but job = embed"),
         ({"job": "sft", "dataset": {"files": ["x"], "end_token": "x"}}, r"end_token is set, but job = sft"),
@@ -354,6 +354,32 @@ def test_a_base_is_quantized_while_it_is_loaded(folder: Path, tmp_path: Path) ->
     with torch.no_grad():
         peer = peft.PeftModel.from_pretrained(base, run / "adapters").eval()
         assert_rounds_like(found, [in_float64(peer, ids).logits], peer=[peer(ids).logits])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.sample("sft")
+def test_a_job_in_two_stages_equals_one_process(job: str, folder: Path, tmp_path: Path) -> None:
+    if job == "sft":
+        pytest.importorskip("d9d_peft")  # trains an adapter
+    more: dict[str, Any] = {**JOBS[job], "evaluation": {"every": 2}}
+    more |= {"prompts": ["count to 3"]} if job in ("sft", "pretrain") else {}
+    _train(_config(folder, tmp_path / "one", job, **more))
+    two = _config(folder, tmp_path / "two", job, mesh={"pipeline_parallel": 2}, **more)
+    run_ranks(_train, two, world_size=2)
+    runs = [tmp_path / name / job for name in ("one", "two")]
+    ours, theirs = (
+        [
+            {name: value for name, value in record.items() if "loss" in name or name.startswith("sample_")}
+            for record in read_metrics(run / "metrics.jsonl")
+        ]
+        for run in runs
+    )
+    assert ours == theirs
+    assert len(ours) > 4
+    one, other = (_load(job, run / "export").state_dict() for run in runs)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(each, other[name]) for name, each in one.items())
 
 
 def test_the_loss_of_a_chat_equals_transformers_on_the_answer(folder: Path, tmp_path: Path) -> None:
