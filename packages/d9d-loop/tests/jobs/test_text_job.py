@@ -260,10 +260,10 @@ def test_a_sample_ends_with_the_first_stop_token(job: str, folder: Path, tmp_pat
     ids = {text: torch.tensor(text_tokenizer(_config(folder, tmp_path, job)).token_id(text)) for text in ends.values()}
     written: dict[str, Any] = {}
 
-    def forward(row: torch.Tensor) -> torch.Tensor:
+    def forward(*, input_ids: torch.Tensor) -> torch.Tensor:
         """Predict a letter, then the end."""
         return (
-            torch.stack([torch.tensor(65) if n % 3 else ids[ends[job]] for n in range(row.shape[1])])
+            torch.stack([torch.tensor(65) if n % 3 else ids[ends[job]] for n in range(input_ids.shape[1])])
             .eq(torch.arange(259)[:, None])
             .T[None]
             .float()
@@ -294,7 +294,7 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
     ("changes", "message"),
     [
         ({"prompts": ["a"]}, r"prompts are set, but there are no evaluation data; expected dataset.held_out"),
-        ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft or pretrain"),
+        ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft, dpo or pretrain"),
         ({"mesh": {"context_parallel_shard": 2}}, r"context_parallel_shard = 2 needs .* dataset.packing = true"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
         ({"job": "embed", "dataset": {"files": ["x"], "too_long": "drop"}}, r"too_long = drop, but job = embed"),
