@@ -56,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = {"eos_token": "<|end|>", "pad_token": "<|pad|>"}
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special)
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(vocab_size=len(fast), eos_token_id=257, pad_token_id=256, num_labels=1, **SIZES)
+    special_ids: dict[str, Any] = {"eos_token_id": 257, "pad_token_id": 256, "num_labels": 1}
+    config = transformers.Qwen3Config(vocab_size=len(fast), **special_ids, **SIZES)
     for name, kind in (
         ("model", transformers.Qwen3ForCausalLM),
         ("scorer", transformers.Qwen3ForSequenceClassification),
@@ -399,8 +400,12 @@ def test_a_task_without_reference_values_is_an_error_before_the_start(folder: Pa
         trainer.train()
     with pytest.raises(UserError, match="reference = 'final'; expected None"):
         Trainer(
-            sft, model=hugging_face_model(folder / "model"), data=[{"x": 1}] * 8, task=NextToken(), reference="final"
-        ).train()  # ty: ignore[invalid-argument-type]
+            sft,
+            model=hugging_face_model(folder / "model"),
+            data=[{"x": 1}] * 8,
+            task=NextToken(),
+            reference="final",  # ty: ignore[invalid-argument-type]
+        ).train()
 
 
 def _trl(kind: str, folder: Path, samples: list[dict[str, Any]], work: Path, **options: Any) -> Any:
@@ -438,16 +443,14 @@ def _trl(kind: str, folder: Path, samples: list[dict[str, Any]], work: Path, **o
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["texts", "messages", "without a prompt"])
 def test_tokens_and_losses_of_dpo_equal_those_of_trl(form: str, folder: Path, tmp_path: Path) -> None:
-    samples: list[dict[str, Any]] = PAIRS
-    if form != "texts":
-        turns = [
-            {
-                "prompt": _turn("user", each["prompt"]),
-                **{key: _turn("assistant", each[key]) for key in ("chosen", "rejected")},
-            }
-            for each in PAIRS
-        ]
-        samples = turns
+    turns = [
+        {
+            "prompt": _turn("user", each["prompt"]),
+            **{key: _turn("assistant", each[key]) for key in ("chosen", "rejected")},
+        }
+        for each in PAIRS
+    ]
+    samples: list[dict[str, Any]] = PAIRS if form == "texts" else turns
     if form == "without a prompt":
         samples = [{key: [*each["prompt"], *each[key]] for key in ("chosen", "rejected")} for each in turns]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, assert_never, final
 
@@ -98,6 +99,10 @@ class AdaptedModel(ModelProvider):
     def export_files(self) -> Mapping[str, JsonValue]:
         """Return the files of the base model."""
         return self._base.export_files()
+
+    def without_adapters(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which the model acts as its base, such as a reference."""
+        return self._peft.adapters_off(model)
 
     def check_export(self, folder: Path, source: Path | None) -> None:
         """Raise `UserError` if `export` could not write to the run folder at the end of the job."""

@@ -47,7 +47,7 @@ def text_trainer(config: TextJobConfig) -> Trainer:
         model=adapted or model,
         data=data,
         task=task,
-        reference=_reference(config),
+        reference=_reference(config, adapted),
         compute_metrics=None if compute is None else import_function(compute, "compute_metrics"),
     )
     source = config.initial_weights or model.initial_weights
@@ -122,12 +122,8 @@ def _preference_task(config: TextJobConfig, *, router_loss: float) -> Task:
     return Prefer(loss, has_reference=chosen.reference, router_loss=router_loss)
 
 
-def _reference(config: TextJobConfig) -> Reference | None:
+def _reference(config: TextJobConfig, adapted: AdaptedModel | None) -> Reference | None:
     """Return the reference of a job: the model without its adapters, or a copy of the initial weights."""
     if config.job != "dpo" or not (config.preference or PreferenceConfig()).reference:
         return None
-    if config.adapter is None:
-        return "initial"
-    import d9d_peft  # noqa: PLC0415 - an extra
-
-    return d9d_peft.adapters_off
+    return "initial" if adapted is None else adapted.without_adapters
