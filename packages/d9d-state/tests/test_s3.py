@@ -122,6 +122,9 @@ def _tensors(rank: int, num_ranks: int, step: int) -> dict[str, Tensor]:
 
 
 def _save_and_load(endpoint: str, folder: str) -> list[int]:
+    from s3fs import S3FileSystem  # noqa: PLC0415 - optional
+
+    S3FileSystem.clear_instance_cache()  # the ranks have run with another server
     os.environ.update({**_KEYS, "AWS_ENDPOINT_URL": endpoint})
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         store = CheckpointStore(folder, keep_last=2)
