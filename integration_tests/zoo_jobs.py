@@ -12,16 +12,26 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from math import log2, prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BATCH, Batch, Entry, entry, loss_of, values_of
 
-from d9d_dist import DistributedContext, StageInfo, UserError, canonical_name
+from d9d_dist import (
+    ContextSplit,
+    DistributedContext,
+    GradientSync,
+    MeshConfig,
+    StageInfo,
+    UserError,
+    canonical_name,
+)
 from d9d_dist.testing import full_gradients, full_parameters, full_tree
 from d9d_loop import (
     Finished,
@@ -36,6 +46,7 @@ from d9d_loop import (
     hugging_face_model,
 )
 from d9d_loop.model._block_trace import trace_blocks
+from d9d_loop.model._hugging_face_context import _Parts
 from d9d_loop.model._hugging_face_stage import cut_stage
 
 STEPS = 3
@@ -227,6 +238,30 @@ class _Sum(Task):
         return Loss(loss_of(outputs, size), weight=size)
 
 
+class _SumOfRows(_Sum):
+    """The loss of all samples of a decoder, of which each context-parallel rank has a part of each row."""
+
+    _split: ContextSplit | None = None
+
+    def split_sequence(self, batch: dict[str, Tensor], split: ContextSplit) -> dict[str, Any]:
+        self._split = split
+        return split.split(batch)
+
+    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Loss:
+        size, length = batch["input_ids"].shape
+        ranks = 1 if self._split is None else self._split.mesh.size()
+        total = torch.zeros((), dtype=torch.float64)
+        for leaf in pytree.tree_leaves(dict(outputs)):
+            if not isinstance(leaf, Tensor) or leaf.shape[:2] != (size, length) or not leaf.is_floating_point():
+                continue
+            values = leaf.reshape(size, length, -1).double().clamp(-1e4, 1e4)
+            places = torch.arange(ranks * length * values.shape[2], dtype=torch.float64) + 1
+            factors = torch.cos(places).view(ranks * length, -1)
+            factors = factors if self._split is None else self._split.split(factors, dim=0)
+            total = total + (factors * values + 0.5 * values.square()).sum() / len(places)
+        return Loss(total, weight=size / ranks)
+
+
 class _WithItsPlan(ModelProvider):
     """Provider of a model of `transformers`, split by the plan that it carries."""
 
@@ -276,6 +311,85 @@ def stage_differences(names: Sequence[str], folder: str, counts: Sequence[int] =
                 found[name] = f"{count} stages: {lines[0]}"
                 break
     return found
+
+
+def context_differences(
+    names: Sequence[str], mesh: Mapping[str, int] | None = None, mutant: str | None = None
+) -> dict[str, str]:
+    """Compare decoders on two context-parallel ranks with whole rows in float64; return differences and errors.
+
+    Collective. Compares the loss, each gradient, and the loss after a step.
+    """
+    found: dict[str, str] = {}
+    with MeshConfig(**(mesh or {"context_parallel_shard": 2})).build() as ctx, context_mutant(mutant):
+        for name in names:
+            try:
+                animal = entry(name)
+                batch, model = animal.batch(), _built(animal)
+                # Norms and rotary tables that compute in float32 round differently.
+                with _cpu_seconds(40), _float64_by_default(), _AllFloat64():
+                    expected = _two_losses(model, batch, None)
+            except Exception as error:
+                found[name] = f"not run: {type(error).__name__}: {error}"[:300]
+                continue
+            try:
+                model: Any = _built(animal)
+                provider = hugging_face_model(model.config, type(model), tp_plan="auto")
+                provider.parallelize(model, ctx)
+                with _float64_by_default(), _AllFloat64():
+                    actual = _two_losses(model, batch, ctx)
+            except UserError as error:
+                found[name] = f"error: {error}"
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"[:600]
+            else:
+                if lines := list(_compare_values(name, actual, expected, 0.0)):
+                    found[name] = lines[0]
+    return found
+
+
+def _two_losses(model: Any, batch: Batch, ctx: DistributedContext | None) -> dict[str, Tensor]:
+    """Return the gradients of a step and the losses before and after it; `ctx` has the context-parallel ranks."""
+    task, losses = _SumOfRows(), []
+    gradients: dict[str, Tensor] = {}
+    sync = None if ctx is None else GradientSync(model)
+    if ctx is not None:
+        dp = ctx.mesh_for("batch")["dp"]
+        batch = {name: each.chunk(dp.size())[dp.get_local_rank()] for name, each in batch.items()}
+    for _ in range(2):
+        rows = batch if ctx is None else task.split_sequence(batch, ContextSplit(ctx.mesh_for("batch")["cp"]))
+        loss = task.loss(model(**task.inputs(rows)), rows).total
+        losses.append(loss.detach().clone())
+        if gradients:
+            break
+        loss.backward()
+        if sync is not None:
+            sync.finish()
+        gradients = full_gradients(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(LEARNING_RATE * parameter.grad)
+    values = torch.stack(losses)
+    if ctx is not None:
+        dist.all_reduce(values, group=ctx.group_for("batch", "dp", "cp"))
+    return {**gradients, "losses": values}
+
+
+@contextmanager
+def context_mutant(name: str | None) -> Generator[None]:
+    """Apply a bug: masks or rotary tables of local positions."""
+    part = _Parts._part
+
+    def local(self: Any, tensor: Tensor, dim: int) -> Tensor:
+        is_mask = dim == 2 and tensor.dim() == 4 and not tensor.requires_grad
+        is_table = tensor.is_floating_point() and not tensor.requires_grad and not is_mask
+        if (name == "masks" and is_mask) or (name == "rotary tables" and is_table):
+            return tensor.narrow(dim, 0, tensor.shape[dim] // self._split.mesh.size())
+        return part(self, tensor, dim)
+
+    with mock.patch.object(_Parts, "_part", local) if name is not None else nullcontext():
+        yield
 
 
 def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folder: str) -> dict[str, list[str]]:

@@ -22,6 +22,8 @@ _DEPTHS = (
     *("num_decoder_layers", "num_encoder_layers", "depth"),
 )
 
+_WINDOWS = ("attention_window", "sliding_window", "attention_window_size", "local_attention")
+
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "embedding_size"), 32),
     **dict.fromkeys(("d_embed", "emb_dim", "encoder_hidden_size", "decoder_hidden_size", "word_embed_proj_dim"), 32),
@@ -49,7 +51,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
     **dict.fromkeys(("lru_width", "rnn_hidden_size", "attention_hidden_size"), 32),
-    **dict.fromkeys(("attention_window", "sliding_window", "attention_window_size", "local_attention"), 8),
+    **dict.fromkeys(_WINDOWS, 8),
     **dict.fromkeys(("index_n_heads", "num_memory_blocks"), 2),
     **dict.fromkeys(("index_topk",), 64),
     "num_buckets": 4,
@@ -190,6 +192,8 @@ def library_entry(name: str) -> Entry:
     makers: dict[str, Callable[[str], Entry]] = {
         "transformers": _transformers,
         "decoders": lambda name: _transformers(name, num_layers=4),
+        # A window and a chunk are shorter than the part of a rank.
+        "contexts": lambda name: _transformers(name, num_layers=4, window=5, length=16),
         "timm": _timm,
         "torchvision": _torchvision,
         "diffusers": _diffusers,
@@ -197,13 +201,16 @@ def library_entry(name: str) -> Entry:
     return makers[library](model)
 
 
-def _transformers(model_type: str, num_layers: int = 2) -> Entry:
+def _transformers(model_type: str, num_layers: int = 2, window: int = 8, length: int = 8) -> Entry:
     import transformers  # noqa: PLC0415
 
     kind = getattr(transformers, transformers_names()[model_type])
     config = kind.config_class()
     for part in _parts(config):
         _shrink(part, num_layers)
+        for key in (*_WINDOWS, "attention_chunk_size") if window != _SMALL["sliding_window"] else ():
+            if getattr(part, key, None) is not None:
+                setattr(part, key, window)
     with torch.device("meta"):
         meta = cast(PreTrainedModel, kind(copy.deepcopy(config)))
     size = sum(parameter.numel() for parameter in meta.parameters())
@@ -212,7 +219,7 @@ def _transformers(model_type: str, num_layers: int = 2) -> Entry:
     keep_dtype = hasattr(config, "router_dtype")
     return Entry(
         lambda: kind(copy.deepcopy(config)),
-        lambda: _inputs(meta, config),
+        lambda: _inputs(meta, config, length),
         keep_dtype=keep_dtype,
         has_tensor_plan=bool(meta.tp_plan),
     )
@@ -247,11 +254,10 @@ def _shrink(config: PretrainedConfig, depth: int) -> None:
     config._experts_implementation = "eager"  # The others do not support float64.
 
 
-def _inputs(model: PreTrainedModel, config: PretrainedConfig) -> Batch:
+def _inputs(model: PreTrainedModel, config: PretrainedConfig, length: int) -> Batch:
     """Return the inputs by the name of the model's main input."""
     size = getattr(config, "image_size", 32)
     height, width = (size, size) if isinstance(size, int) else (32, 32)
-    length = 8
     match model.main_input_name:
         case "pixel_values":
             channels = getattr(config, "num_channels", 3)

@@ -135,6 +135,19 @@ def test_losses_equal_on_four_ranks_and_transformers_loads_the_export(job: str, 
     assert (run / "export" / "tokenizer.json").read_bytes() == (folder / "model" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize("job", ["sft", pytest.param("pretrain", marks=pytest.mark.full)])
+def test_losses_of_a_job_are_equal_over_context_parallel_ranks(job: str, folder: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"dataset": {"files": [folder / FILES[job]], "length": 47}, "steps": 2}  # rows are padded
+    losses = _losses(_train(_config(folder, tmp_path / "one", job, **more)))
+    run_ranks(
+        _train,
+        _config(folder, tmp_path / "two", job, mesh={"context_parallel_shard": 2}, **more),
+        world_size=2,
+    )
+    rounding = len(losses) * 200**0.5 * torch.finfo(torch.float32).eps  # as above
+    assert _losses(tmp_path / "two" / job) == pytest.approx(losses, rel=rounding)
+
+
 PACKED: dict[str, dict[str, Any]] = {
     "sft": {"adapter": {"rank": 4, "alpha": 8.0}},
     "pretrain": {"model": {"family": "qwen3", **SIZES}},

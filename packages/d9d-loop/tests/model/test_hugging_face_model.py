@@ -390,10 +390,10 @@ def _refusal(folder: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None)
     ("name", "mesh", "tp_plan", "message"),
     [
         (
-            "llama",
+            "gpt2",
             {"context_parallel_shard": 2},
             None,
-            "the context-parallel degree is 2, but LlamaForCausalLM does not support context parallelism; expected",
+            "GPT2LMHeadModel cannot be split over context-parallel ranks: in transformer, a part of each row fails",
         ),
         (
             "llama",

@@ -219,7 +219,9 @@ class TextJobConfig(JobFileConfig):
     @model_validator(mode="after")
     def _has_what_packing_needs(self) -> Self:
         if not self.dataset.packing:
-            axes = ("context_parallel_shard", "context_parallel_replicate", "expert_parallel")
+            axes: tuple[str, ...] = ("expert_parallel",)
+            if self.job not in ("sft", "pretrain"):
+                axes += ("context_parallel_shard", "context_parallel_replicate")
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
                 raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d9d_dist import ContextSplit
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.task import Loss, Task
@@ -39,6 +40,16 @@ class NextToken(Task):
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model."""
         return {**{key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}, "use_cache": False}
+
+    def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
+        """Return rows with more padding: id 0 without a label, which no earlier position sees."""
+        num_added = -batch["input_ids"].shape[1] % multiple
+        values = {"labels": IGNORED_LABEL}
+        return {key: F.pad(each, (0, num_added), value=values.get(key, 0)) for key, each in batch.items()}, num_added
+
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        """Return this context-parallel rank's part of the rows; the model finds their positions."""
+        return split.split(batch)
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed cross entropy and the number of labels."""

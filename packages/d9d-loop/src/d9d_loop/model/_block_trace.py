@@ -97,6 +97,24 @@ def trace_blocks(model: Any) -> BlockTrace:
     Raises:
         UserError: If the model cannot run on `meta`, or has no list of blocks that are called once each, in order.
     """
+    trace = BlockTrace(*find_blocks(model, axis="mesh.pipeline_parallel"))
+    _record(trace)
+    for module in trace.model.modules():
+        vars(module).pop("forward", None)
+    return trace
+
+
+def find_blocks(model: Any, *, axis: str) -> tuple[Any, str]:
+    """Return a copy of a causal model on `meta`, and the name of its list of blocks; see `trace_blocks`."""
+    model = on_meta(model)
+    for name, module in model.named_modules():
+        if any(part.isdigit() for part in name.split(".")):
+            module.forward = partial(_forward_or_pass, module.forward)
+    return model, _find_blocks(model, axis)
+
+
+def on_meta(model: Any) -> Any:
+    """Return a copy of a model on `meta`, without parameters to train and without a cache."""
     # Not `empty_like`: values of the tensors may not be drawn yet (`SkippedDraws`).
     memo: dict[int, Any] = {
         id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in model.buffers()
@@ -105,12 +123,7 @@ def trace_blocks(model: Any) -> BlockTrace:
         memo[id(each)] = nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"), requires_grad=False)
     model = deepcopy(model, memo)
     without_cache(model.config)
-    for name, module in model.named_modules():
-        if any(part.isdigit() for part in name.split(".")):
-            module.forward = partial(_forward_or_pass, module.forward)
-    trace = BlockTrace(model, _find_blocks(model))
-    _record(trace)
-    return trace
+    return model
 
 
 def without_cache(config: Any) -> None:
@@ -138,7 +151,7 @@ def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from tensors_in(value, (*path, key))
 
 
-def _run(model: Any) -> Any:
+def _run(model: Any, axis: str = "mesh.pipeline_parallel") -> Any:
     ids = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "attention_mask": ids} if _takes(model, "attention_mask") else {"input_ids": ids}
     try:
@@ -146,8 +159,8 @@ def _run(model: Any) -> Any:
             return model(**inputs)
     except Exception as error:
         raise UserError(
-            f"mesh.pipeline_parallel needs a forward of {type(model).__name__} on the device meta, which fails with "
-            f"{type(error).__name__}: {error}; expected a causal decoder. Set mesh.pipeline_parallel to 1."
+            f"{axis} needs a forward of {type(model).__name__} on the device meta, which fails with "
+            f"{type(error).__name__}: {error}; expected a causal decoder. Set {axis} to 1."
         ) from error
 
 
@@ -155,7 +168,7 @@ def _takes(model: Any, name: str) -> bool:
     return name in signature(model.forward).parameters
 
 
-def _find_blocks(model: nn.Module) -> str:
+def _find_blocks(model: nn.Module, axis: str) -> str:
     """Return the name of the outermost module list with the most parameters whose modules are called once, in order."""
     lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     lists = {name: blocks for name, blocks in lists.items() if blocks}
@@ -166,14 +179,14 @@ def _find_blocks(model: nn.Module) -> str:
         for blocks in lists.values()
         for block in {id(block): block for block in blocks}.values()
     ]
-    _run(model)
+    _run(model, axis)
     for handle in handles:
         handle.remove()
     found = {name: blocks for name, blocks in lists.items() if [each for each in calls if each in blocks] == blocks}
     if not found:
         raise UserError(
             f"{type(model).__name__} has no list of blocks that are called once each, in order; expected a decoder "
-            f"such as Llama's. Set mesh.pipeline_parallel to 1. (Lists: {', '.join(lists) or 'none'}.)"
+            f"such as Llama's. Set {axis} to 1. (Lists: {', '.join(lists) or 'none'}.)"
         )
     return max(found, key=lambda name: sum(p.numel() for block in found[name] for p in block.parameters()))
 

@@ -19,6 +19,7 @@ from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parall
 from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
 from d9d_loop.model._block_trace import BlockTrace, trace_blocks
+from d9d_loop.model._hugging_face_context import split_rows
 from d9d_loop.model._hugging_face_heads import Accepted
 from d9d_loop.model._hugging_face_stage import Absent, cut_stage
 from d9d_loop.model.export_notes import with_older_entries
@@ -146,6 +147,9 @@ class _HuggingFaceModel(ModelProvider):
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         self._refuse_axes(type(model).__name__, ctx)
+        rows = ctx.mesh_for("batch")["cp"]
+        if rows.size() > 1:
+            split_rows(model, self.trace.model if self.trace else model, rows)
         tensor = ctx.mesh_for("dense")["tp"]
         if tensor.size() > 1:
             # A stage has the plan of the whole model, so that copies of tied parameters are split in the same way.
@@ -192,12 +196,7 @@ class _HuggingFaceModel(ModelProvider):
         return {"config.json": self.built_config}
 
     def _refuse_axes(self, name: str, ctx: DistributedContext) -> None:
-        context, tensor = ctx.size("batch", "cp"), ctx.size("dense", "tp")
-        if context > 1:
-            raise UserError(
-                f"the context-parallel degree is {context}, but {name} does not support context parallelism; expected "
-                "1. Shard the model with mesh.data_parallel_shard instead, or write a ModelProvider."
-            )
+        tensor = ctx.size("dense", "tp")
         if tensor > 1 and self.tp_plan is None:
             raise UserError(
                 f"mesh.tensor_parallel = {tensor}, and hugging_face_model has no tp_plan; expected 1. Set "

@@ -1,0 +1,62 @@
+"""Decoders of `transformers` train on context-parallel ranks as on whole rows, or are an error that names the reason.
+
+`--all` compares losses and each gradient of all causal language models that run on a small configuration.
+"""
+
+import pytest
+from zoo_jobs import context_differences
+
+from d9d_dist.testing import run_ranks
+
+_SAMPLE = ("gemma3_text", "gpt_oss")
+"""Full and sliding masks, with the norms of Gemma; sinks and experts."""
+_CHUNK = 10
+
+
+def _check(types: tuple[str, ...]) -> None:
+    names = [f"contexts:{name}" for name in types]
+    found, _ = run_ranks(context_differences, names, {"context_parallel_shard": 2}, world_size=2, timeout=1800)
+    errors = {name for name, line in found.items() if line.startswith("error: ")}
+    failed = {name for name, line in found.items() if line.startswith("not run: ")}
+    assert found.keys() == errors | failed, found
+    assert all("mesh.context_parallel_shard" in found[name] for name in errors), found
+    print(f"context parallelism: {len(names) - len(found)} equal, {len(errors)} errors, {len(failed)} not run; {found}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """List the types only where they are tested, because the imports of `transformers` take seconds."""
+    if "decoders" not in metafunc.fixturenames:
+        return
+    chunks: list[tuple[str, ...]] = [()]
+    if metafunc.config.option.all:
+        from zoo_libraries import LANGUAGE_MODELS  # noqa: PLC0415
+
+        chunks = [LANGUAGE_MODELS[start : start + _CHUNK] for start in range(0, len(LANGUAGE_MODELS), _CHUNK)]
+    cases = [pytest.param(names, id="".join(names[:1]), marks=pytest.mark.full) for names in chunks]
+    metafunc.parametrize("decoders", cases)
+
+
+def test_decoders_train_on_parts_of_rows_as_on_whole_rows(decoders: tuple[str, ...]) -> None:
+    _check(decoders)
+
+
+def test_a_sample_of_decoders_trains_on_parts_of_rows_as_on_whole_rows() -> None:
+    names = [f"contexts:{name}" for name in _SAMPLE]
+    assert run_ranks(context_differences, names, {"context_parallel_shard": 2}, world_size=2)[0] == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "tensor_parallel", "context_parallel_replicate"])
+def test_context_parallelism_composes(axis: str) -> None:
+    names = [f"contexts:{name}" for name in ("llama", "gemma3_text")]
+    mesh = {"context_parallel_shard": 2, axis: 2}
+    assert run_ranks(context_differences, names, mesh, world_size=4)[0] == {}
+
+
+@pytest.mark.parametrize("bug", ["masks", "rotary tables"])
+def test_a_mutant_is_found(bug: str) -> None:
+    [found, _] = run_ranks(
+        context_differences, ["contexts:gemma3_text"], {"context_parallel_shard": 2}, bug, world_size=2
+    )
+    assert "error" in found["contexts:gemma3_text"]
+    assert "bound" in found["contexts:gemma3_text"]

@@ -1,0 +1,151 @@
+"""Context parallelism of a `transformers` model.
+
+The code before the first block runs on whole rows, with the token ids of all ranks: positions, masks, rotary tables and
+packed documents are those of one process. At the first block a rank takes its part of the rows. Attention gathers keys
+and values, and computes its rows of the mask with the model's own attention function.
+"""
+
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from d9d_dist import ContextSplit, UserError, sdpa_attention
+from d9d_dist.context_parallel.all_gather import AllGatherAttention
+from d9d_loop.model._block_trace import tensors_in, without_cache
+from d9d_loop.model._context_trace import trace_context, with_value
+
+
+def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> None:
+    """Let a model, or a stage of it, take and return this rank's part of the rows of `ContextSplit`, in place.
+
+    `whole` is the whole model, which may be on `meta`.
+
+    Raises:
+        UserError: If code other than attention combines positions, or the attention is neither "sdpa" nor "eager".
+    """
+    chosen = model.config.get_text_config()._attn_implementation
+    if chosen not in ("sdpa", "eager"):
+        raise UserError(
+            f"the model has attn_implementation = {chosen!r} on several context-parallel ranks; expected 'sdpa' or "
+            "'eager'. Pass attn_implementation='sdpa' to hugging_face_model."
+        )
+    trace = trace_context(whole)
+    split = ContextSplit(mesh)
+    attention, parts = _ContextAttention(split), _Parts(split)
+    for name, module in model.named_modules():
+        if name in trace.attention:
+            vars(module)["context_attention"] = attention
+    for splits, block in zip(trace.splits, model.get_submodule(trace.blocks), strict=True):
+        block.register_forward_pre_hook(partial(parts.split, splits), with_kwargs=True)
+    without_cache(model.config)
+    model.forward = _RowsForward(model, split, parts)
+
+
+@final
+class _ContextAttention:
+    """Attention of this rank's queries to the keys of whole rows."""
+
+    def __init__(self, split: ContextSplit) -> None:
+        self._split, self._causal = split, AllGatherAttention(sdpa_attention, split.mesh)
+
+    def __call__(  # noqa: PLR0917 - as transformers calls it
+        self,
+        attend: Any,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        is_causal = options.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # The eager functions have no mask of their own.
+        if attention_mask is None and is_causal and attend.__name__ == "sdpa_attention_forward":
+            if not options.get("dropout"):
+                return self._attend_causally(query, key, value, options.get("scaling")), None
+            positions = self._split.positions(query.shape[2] * self._split.mesh.size())
+            keys = torch.arange(positions.shape[1] * self._split.mesh.size(), device=query.device)
+            attention_mask = (positions[0, :, None] >= keys)[None, None]
+        key, value = self._split.join((key, value), dim=2, gradient="partial")
+        return attend(module, query, key, value, attention_mask, **options)
+
+    def _attend_causally(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Compute causal attention without a mask. `sdpa_attention` scales by the width of keys and values."""
+        width, values = query.shape[-1], value.shape[-1]
+        widest = max(width, values)
+        if scale is not None and scale != widest**-0.5:
+            query = query * (scale * widest**0.5)
+        elif scale is None and widest != width:
+            query = query * (widest / width) ** 0.5
+        padded = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, key, value))
+        return self._causal(*(each.transpose(1, 2) for each in padded))[..., :values]
+
+
+@final
+class _Parts:
+    """This rank's parts of the arguments of blocks. Blocks share masks and rotary tables."""
+
+    def __init__(self, split: ContextSplit) -> None:
+        self._split, self.whole_length = split, 0
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forget the parts of a forward."""
+        self._parts = {}
+
+    def split(self, splits: dict[Any, int], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a block, split at the dims of its trace."""
+        call = (args, kwargs)
+        for path, tensor in list(tensors_in(call)):
+            is_mask = tensor.dim() == 4 and tensor.shape[-2:] == (
+                self.whole_length,
+                self.whole_length,
+            )  # [B, H, L, L], of a batch with padding
+            dim = splits.get(path, 2 if is_mask else None)
+            if dim is not None and tensor.shape[dim] != 1:
+                call = with_value(call, path, self._part(tensor, dim))
+        return call
+
+    def _part(self, tensor: Tensor, dim: int) -> Tensor:
+        key = (id(tensor), dim)
+        if key not in self._parts:
+            self._parts[key] = (tensor, self._split.split(tensor, dim=dim))
+        return self._parts[key][1]
+
+
+@final
+class _RowsForward:
+    """Forward that gathers the rows of the inputs."""
+
+    def __init__(self, model: Any, split: ContextSplit, parts: _Parts) -> None:
+        self._forward, self._split, self._parts = model.forward, split, parts
+        self._name, self._model_name = model.main_input_name, type(model).__name__
+
+    def __call__(self, *first: Any, **shared: Any) -> Any:
+        if self._name not in shared:
+            raise UserError(
+                f"got no keyword argument {self._name} on several context-parallel ranks; expected the tokens of this "
+                f"rank. Return {{{self._name!r}: ...}} from the task's inputs."
+            )
+        if shared.get("labels") is not None:
+            raise UserError(
+                f"got labels for {self._model_name} on several context-parallel ranks, which shifts them inside of a "
+                "rank's part; expected labels that are shifted before the split. Compute the loss in the task."
+            )
+        shape = shared[self._name].shape[:2]
+        shared = {
+            key: self._split.join(value, gradient="partial")
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == shape[1]
+            else value
+            for key, value in shared.items()
+        }
+        self._parts.whole_length = shape[1] * self._split.mesh.size()
+        try:
+            return self._forward(*first, **shared)
+        finally:
+            self._parts.clear()

@@ -1,0 +1,206 @@
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from d9d_dist import ContextSplit, DistributedContext, MeshConfig, StageInfo, UserError
+from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
+from d9d_loop import GradientsReady, Loss, StepDone, Task, Trainer, TrainerConfig, hugging_face_model, validate_config
+from d9d_loop.model._context_trace import trace_context
+
+Batch = dict[str, torch.Tensor]
+_SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+_LENGTH, _NUM_SAMPLES = 16, 2
+
+
+def _save(folder: Path) -> None:
+    """Write a decoder with a sliding and a full layer."""
+    import transformers
+
+    torch.manual_seed(0)
+    more = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3TextConfig(**_SIZES, **more, query_pre_attn_scalar=8, dtype=torch.float64)
+    transformers.Gemma3ForCausalLM(config).double().save_pretrained(folder)
+
+
+def _samples() -> list[Batch]:
+    """Return rows of two documents each, with labels that do not cross documents."""
+    samples = []
+    for end in (5, 11):
+        positions = torch.cat([torch.arange(end), torch.arange(_LENGTH - end)])
+        ids = torch.randint(1, 32, (_LENGTH,), generator=torch.Generator().manual_seed(end))
+        labels = torch.where(positions.roll(-1) == 0, -100, ids.roll(-1))
+        samples.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+    return samples
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class _NextToken(Task):
+    def inputs(self, batch: Batch) -> Mapping[str, Any]:
+        return {key: batch[key] for key in ("input_ids", "position_ids")}
+
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        return split.split(batch)
+
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        return Loss(_loss(outputs.logits, batch["labels"]), weight=(batch["labels"] != -100).sum())
+
+
+class _ShiftsInShards(_NextToken):
+    """A mutant: the label of a rank's last token is its first one."""
+
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        part = split.split(batch)
+        return {**part, "labels": torch.where(part["labels"] == -100, -100, part["input_ids"].roll(-1, 1))}
+
+
+def _plain(folder: Path) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    import transformers
+
+    model: Any = transformers.Gemma3ForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    batch = {key: torch.stack([sample[key] for sample in _samples()]) for key in _samples()[0]}
+    losses, gradients = [], []
+    for _ in range(2):
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        loss = _loss(logits, batch["labels"]) / (batch["labels"] != -100).sum()
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: each.grad.clone() for name, each in model.named_parameters()})
+        with torch.no_grad():
+            for each in model.parameters():
+                each.sub_(0.1 * each.grad)
+    return losses, gradients
+
+
+def _train(folder: str, mesh: Mapping[str, int], task: type[Task]) -> dict[str, Any]:
+    seen: dict[str, Any] = {"losses": [], "gradients": []}
+    values = {
+        "steps": 2,
+        "batch": {"global_size": _NUM_SAMPLES, "microbatch_size": 1},
+        "mesh": mesh,
+        "run": {"folder": str(Path(folder) / task.__name__)},
+        "gradients": {"max_norm": None},
+        "trackers": (),
+        "export": False,
+        "logging": {"progress": False, "draw_lr_schedule": False},
+        "resilience": {"watchdog": {"enabled": False}, "health": {"enabled": False}},
+    }
+    trainer = Trainer(
+        validate_config(TrainerConfig, values),
+        model=hugging_face_model(Path(folder) / "model", dtype=torch.float64, tp_plan="auto"),
+        data=_samples(),
+        task=task(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lr_schedule=lambda step: 1.0,
+    )
+    trainer.events.on(GradientsReady, lambda event: seen["gradients"].append(full_gradients(event.model)))
+    trainer.events.on(StepDone, lambda event: seen["losses"].append(event.loss.item()))
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"context_parallel_shard": 2},
+        pytest.param({"context_parallel_shard": 2, "pipeline_parallel": 2}, marks=pytest.mark.full),
+        pytest.param({"context_parallel_replicate": 2, "data_parallel_shard": 2}, marks=pytest.mark.full),
+    ],
+    ids=["cp", "cp-pp", "cp-dp"],
+)
+def test_packed_documents_train_on_parts_of_rows_as_in_a_plain_loop(mesh: dict[str, int], tmp_path: Path) -> None:
+    _save(tmp_path / "model")
+    losses, gradients = _plain(tmp_path / "model")
+    ranks = run_ranks(_train, str(tmp_path), mesh, _NextToken, world_size=prod(mesh.values()))
+    assert_trees_close(ranks[-1]["losses"], losses, rtol=1e-6)  # norms and rotary tables compute in float32
+    for step, expected in enumerate(gradients):
+        found = {name: each for rank in ranks for name, each in rank["gradients"][step].items()}
+        assert_trees_close(found, expected, rtol=1e-5)
+    if mesh == {"context_parallel_shard": 2}:
+        [mutant, _] = run_ranks(_train, str(tmp_path), mesh, _ShiftsInShards, world_size=2)
+        assert abs(mutant["losses"][0] / losses[0] - 1) > 1e-5  # ten times the tolerance above
+
+
+def _tiny(kind: str, **more: Any) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**_SIZES, **more)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("Mamba", {}, "MambaForCausalLM cannot be split over context-parallel ranks: in backbone.layers.0.mixer, "),
+        (
+            "Bloom",
+            {},
+            "BloomForCausalLM cannot be split over context-parallel ranks: in transformer.h.0.self_attention",
+        ),
+        ("Mixtral", {"output_router_logits": True}, "MixtralForCausalLM cannot be split over context-parallel ranks: "),
+    ],
+    ids=["recurrent", "own attention", "router losses"],
+)
+def test_code_that_combines_positions_is_an_error_that_names_its_module(
+    kind: str, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        trace_context(_tiny(kind, **more))
+    assert str(caught.value).startswith(message)
+    assert "Set mesh.context_parallel_shard to 1" in str(caught.value)
+
+
+def test_experts_and_windows_are_split() -> None:
+    trace = trace_context(_tiny("Mixtral", sliding_window=3))
+    assert trace.attention == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert trace.splits[1][(1, "attention_mask")] == 2
+
+
+def _messages(folder: str) -> list[str]:
+    messages = []
+    with MeshConfig(context_parallel_shard=2).build() as ctx:
+        for options, inputs in _WRONG:
+            with pytest.raises(UserError) as caught:
+                _run_wrong(folder, options, inputs, ctx)
+            messages.append(str(caught.value))
+    return messages
+
+
+def _run_wrong(folder: str, options: dict[str, Any], inputs: dict[str, Any], ctx: DistributedContext) -> None:
+    provider = hugging_face_model(folder, from_scratch=True)
+    model: Any = provider.build(StageInfo())
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    provider.parallelize(model, ctx)
+    model(**inputs)
+
+
+_IDS = torch.zeros(1, 4, dtype=torch.int64)
+_WRONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"_attn_implementation": "flex_attention"}, {}),
+    ({}, {"inputs_embeds": torch.zeros(1, 4, 16)}),
+    ({}, {"input_ids": _IDS, "labels": _IDS}),
+]
+
+
+def test_what_parts_of_rows_do_not_support_is_an_error(tmp_path: Path) -> None:
+    _save(tmp_path)
+    for messages in run_ranks(_messages, str(tmp_path), world_size=2):
+        assert messages[0].startswith("the model has attn_implementation = 'flex_attention' on several")
+        assert messages[1].startswith("got no keyword argument input_ids on several context-parallel ranks")
+        assert messages[2].startswith("got labels for Gemma3ForCausalLM on several context-parallel ranks")
