@@ -308,7 +308,11 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
     [
         ({"prompts": ["a"]}, r"prompts are set, but there are no evaluation data; expected dataset.held_out"),
         ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft, dpo or pretrain"),
-        ({"mesh": {"context_parallel_shard": 2}}, r"context_parallel_shard = 2 needs .* dataset.packing = true"),
+        ({"mesh": {"expert_parallel": 2}}, r"expert_parallel = 2 needs .* dataset.packing = true"),
+        (
+            {"mesh": {"context_parallel_shard": 2}, "job": "dpo"},
+            r"context_parallel_shard = 2 needs .* dataset.packing = true",
+        ),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
         ({"job": "embed", "dataset": {"files": ["x"], "too_long": "drop"}}, r"too_long = drop, but job = embed"),
         ({"job": "sft", "dataset": {"files": ["x"], "end_token": "x"}}, r"end_token is set, but job = sft"),
