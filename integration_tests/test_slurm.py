@@ -1,35 +1,23 @@
 """`sbatch examples/clusters/slurm.sh` on a real Slurm: four nodes of two ranks, signals, requeues and lost nodes."""
 
-import json
 import os
 import re
-import shutil
+import signal
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from slurm_cluster import NUM_NODES, SlurmCluster, why_no_slurm
+from cluster_example import ROOT, STEPS, copy_examples, read_losses
+from slurm_cluster import NODES, SlurmCluster, why_no_slurm
 
 from d9d_loop.resilience import ExitCode
 
-ROOT = Path(__file__).resolve().parents[1]
-STEPS = 300
-_SMALLER = {
-    "steps": STEPS,
-    "length": 32,
-    "hidden_size": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "every": 1,
-    "num_samples": 64,
-    "warmup_steps": 3,
-}
 _RANKS = ("--nodes=4", "--ntasks-per-node=2")
+_ONE_RANK = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+_SRUN = "srun --kill-on-bad-exit=1 python "
 _ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
 
 
@@ -38,23 +26,22 @@ class Jobs:
 
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        shutil.copytree(ROOT / "examples", folder / "examples")
-        path = folder / "examples" / "pretrain.toml"
-        text = path.read_text()
-        for name, value in _SMALLER.items():
-            text = re.sub(rf"^{name} = \d+", f"{name} = {value}", text, flags=re.MULTILINE)
-        text = re.sub(r"(\[(?:evaluation|checkpoint)\]\nevery = )1\n", rf"\g<1>{10 * STEPS}\n", text)
-        path.write_text(text + "\n[resilience.health]\nmemory_mib = 1\nmessage_mib = 1\nmatrix_size = 32\n")
+        copy_examples(folder)
         self._variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
-    def submit(self, *options: str) -> str:
-        words = ["sbatch", "--parsable", *_RANKS, *options, "examples/clusters/slurm.sh"]
+    def submit(self, *options: str, replace: tuple[str, str] = ("", "")) -> str:
+        """Submit the batch script, or a copy of it with another text."""
+        script = self.folder / "examples" / "clusters" / "slurm.sh"
+        if replace[0]:
+            text = script.read_text()
+            assert text.count(replace[0]) == 1
+            script = script.with_name("edited.sh")
+            script.write_text(text.replace(*replace))
+        words = ["sbatch", "--parsable", *_RANKS, *options, str(script)]
         return self.cluster.run(*words, cwd=self.folder, variables=self._variables).strip()
 
     def losses(self, job: str) -> dict[int, float]:
-        path = self.folder / "runs" / f"pretrain-{job}" / "metrics.jsonl"
-        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+        return read_losses(self.folder, f"pretrain-{job}")
 
     def wait_for_step(self, job: str, step: int) -> None:
         self.wait(job, lambda: max(self.losses(job), default=0) >= step)
@@ -65,13 +52,22 @@ class Jobs:
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self.cluster.job(job)}\n{self.output(job)[-5000:]}") from None
 
+    @contextmanager
+    def stopped(self, job: str) -> Generator[list[str]]:
+        """Stop the ranks of a job, which may be fast, until the block ends; yield their process IDs."""
+        ranks = ("--full", f"^[^ ]*python examples/pretrain.py --run.name pretrain-{job} ")
+        self.cluster.run("pkill", "-STOP", *ranks)
+        yield self.cluster.run("pgrep", *ranks).split()
+        self.cluster.run("pkill", "-CONT", *ranks)
+
     def end(self, job: str) -> dict[str, str]:
         """Wait until a job has ended, and return its fields."""
         self.wait(job, lambda: self.cluster.job(job)["JobState"] not in _ACTIVE)
         return dict(self.cluster.job(job))
 
     def output(self, job: str) -> str:
-        return (self.folder / f"slurm-{job}.out").read_text()
+        files = sorted(self.folder.glob(f"slurm-{job}*.out"))
+        return "".join(file.read_text() for file in files)
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +99,45 @@ def _requeued_by_slurm(jobs: Jobs, job: str) -> None:
 
 def _lost_node(jobs: Jobs, job: str) -> None:
     """Set a node down; its slurmd answers, so Slurm takes it back (ReturnToService=2)."""
-    jobs.cluster.run("scontrol", "update", f"nodename=node{NUM_NODES}", "state=down", "reason=test")
+    jobs.cluster.run("scontrol", "update", f"nodename={NODES[-1]}", "state=down", "reason=test")
 
 
 def _signal(jobs: Jobs, job: str) -> None:
     jobs.cluster.run("scancel", "--signal=USR1", job)
 
 
+def _time_limit(jobs: Jobs, job: str) -> None:
+    """Set a limit of less than a minute from now, and restore it for the next run."""
+    hours, minutes, _ = map(int, jobs.cluster.job(job)["RunTime"].split(":"))
+    with jobs.stopped(job) as ranks:
+        jobs.cluster.run("scontrol", "update", f"jobid={job}", f"timelimit={60 * hours + minutes + 1}")
+        _wait_for_signal(jobs, job, ranks)
+    jobs.wait(job, lambda: jobs.cluster.job(job)["Restarts"] == "1")
+    jobs.wait(job, lambda: jobs.cluster.job(job)["JobState"] in ("PENDING", "RUNNING"))  # not COMPLETING
+    jobs.cluster.run("scontrol", "update", f"jobid={job}", "timelimit=600")
+
+
+def _wait_for_signal(jobs: Jobs, job: str, ranks: Sequence[str]) -> None:
+    """Wait until all stopped ranks of a job have a pending SIGUSR1."""
+    files = [f"/proc/{rank}/status" for rank in ranks]
+    pending = f"ShdPnd:\t{1 << (signal.SIGUSR1 - 1):016x}"
+    jobs.wait(job, lambda: jobs.cluster.run("cat", *files).count(pending) == len(files) > 0)
+
+
+def _preemption(jobs: Jobs, job: str) -> None:
+    """Submit a job of a partition of higher priority that needs all nodes."""
+    words = ("--partition=urgent", "--nodes=4", "--gpus-per-node=8", "--output=/dev/null", "--wrap=true")
+    jobs.cluster.run("sbatch", *words)
+
+
+_STATES = {"a node is down": "NODE_FAIL"}
+"""State of the interrupted run in the accounting."""
 FAULTS: dict[str, Callable[[Jobs, str], None]] = {
     "scontrol requeue": _requeued_by_slurm,
     "a node is down": _lost_node,
-    "SIGUSR1, as at the time limit": _signal,
+    "scancel --signal=USR1": _signal,
+    "time limit": _time_limit,
+    "preemption": _preemption,
 }
 
 
@@ -129,6 +153,49 @@ def test_an_interrupted_job_is_requeued_and_ends_with_equal_bits(
     ended = jobs.end(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert jobs.losses(job) == uninterrupted
+    assert [state for state, _ in jobs.cluster.accounts(job)] == [_STATES.get(fault, "REQUEUED"), "COMPLETED"]
+    assert not list(jobs.folder.glob(".first-failure-*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("launcher", "fault"), [("d9d-torchrun", _signal), ("torchrun", _requeued_by_slurm)])
+def test_a_launcher_on_each_node_trains_and_resumes_with_the_bits_of_tasks(
+    launcher: str, fault: Callable[[Jobs, str], None], jobs: Jobs, uninterrupted: dict[int, float]
+) -> None:
+    text = (ROOT / "docs" / "many_hosts.md").read_text(encoding="utf-8").partition("\n## Slurm\n")[2]
+    (command,) = re.findall(r"^(srun [^`]*? d9d-torchrun [^`]*?)examples/pretrain.py", text, flags=re.MULTILINE)
+    job = jobs.submit(replace=(_SRUN, command.replace("d9d-torchrun", launcher)))
+    jobs.wait_for_step(job, 20)
+    fault(jobs, job)
+    jobs.wait(job, lambda: jobs.cluster.job(job)["Restarts"] == "1")
+    assert jobs.end(job)["JobState"] == "COMPLETED", jobs.output(job)[-5000:]
+    assert jobs.losses(job) == uninterrupted
+
+
+@pytest.mark.full
+def test_a_job_on_a_drained_node_goes_on(jobs: Jobs) -> None:
+    job = jobs.submit(*_ONE_RANK)
+    jobs.wait_for_step(job, 5)
+    node = jobs.cluster.job(job)["NodeList"]
+    with jobs.stopped(job):
+        jobs.cluster.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
+    ended = jobs.end(job)
+    jobs.cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+    assert (ended["JobState"], ended["Restarts"], len(jobs.losses(job))) == ("COMPLETED", "0", STEPS)
+
+
+@pytest.mark.full
+def test_a_job_whose_prolog_failed_is_held_and_runs_after_its_release(jobs: Jobs) -> None:
+    node = NODES[1]
+    fails = jobs.cluster.folder / f"prolog-fails-on-{node}"
+    fails.touch()
+    job = jobs.submit(*_ONE_RANK, f"--nodelist={node}")
+    jobs.wait(job, lambda: jobs.cluster.job(job)["Reason"] == "launch_failed_requeued_held")
+    fails.unlink()
+    jobs.cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+    jobs.cluster.run("scontrol", "release", job)
+    ended = jobs.end(job)
+    assert (ended["JobState"], ended["Restarts"], len(jobs.losses(job))) == ("COMPLETED", "1", STEPS)
 
 
 @pytest.mark.full
@@ -140,11 +207,27 @@ def test_a_cancelled_job_saves_and_is_not_requeued(jobs: Jobs) -> None:
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
     saved = list((jobs.folder / "runs" / f"pretrain-{job}" / "checkpoints").glob("*"))
     assert saved, jobs.output(job)
+    assert [state for state, _ in jobs.cluster.accounts(job)] == ["CANCELLED"]
 
 
 @pytest.mark.full
-def test_an_error_of_the_configuration_fails_the_job(jobs: Jobs) -> None:
-    job = jobs.submit("--ntasks-per-node=3")
+@pytest.mark.parametrize(
+    ("option", "replace", "message"),
+    [
+        ("--ntasks-per-node=3", ("", ""), "batch.global_size"),
+        (
+            "--ntasks-per-node=2",
+            ("data_parallel_shard -1", "data_parallel_shard 8"),
+            "make 32 ranks, but the job has 8",
+        ),
+    ],
+    ids=["batch", "mesh"],
+)
+def test_tasks_that_do_not_match_the_configuration_fail_the_job(
+    option: str, replace: tuple[str, str], message: str, jobs: Jobs
+) -> None:
+    job = jobs.submit(option, replace=replace)
     ended = jobs.end(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", f"{ExitCode.USER_ERROR}:0", "0")
-    assert "batch.global_size" in jobs.output(job)
+    assert message in jobs.output(job)
+    assert jobs.cluster.accounts(job) == [("FAILED", f"{ExitCode.USER_ERROR}:0")]

@@ -71,6 +71,14 @@ def test_the_store_of_a_slurm_step_is_on_its_first_host(hosts: str, first: str) 
     assert read_launch({**STEP, "MASTER_ADDR": "x"}).store == ("x", 20000 + 70 * 31 + 1)
 
 
+@pytest.mark.parametrize(("node", "tasks"), [(0, 2), (1, 2), (2, 1), (3, 1)])
+def test_the_tasks_of_a_node_are_those_of_the_slurm_step(node: int, tasks: int) -> None:
+    """`srun --nodes 4 --ntasks 6` in a job of two tasks per node leaves SLURM_NTASKS_PER_NODE = 2."""
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "6", "SLURM_NODEID": str(node), "SLURM_NNODES": "4"}
+    launch = read_launch({**step, "SLURM_STEP_NODELIST": "a[1-4]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x2)"})
+    assert (launch.local_world_size, launch.world_size) == (tasks, 6)
+
+
 def test_an_interactive_slurm_step_is_one_process() -> None:
     assert read_launch({"SLURM_NTASKS": "4"}) == Launch()
     assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}) == Launch()

@@ -107,6 +107,8 @@ def _read_slurm(variables: Mapping[str, str]) -> Launch | None:
     if "SLURM_STEP_NUM_TASKS" in variables:  # SLURM_NTASKS may be that of the whole job
         variables = {**variables, "SLURM_NTASKS": variables["SLURM_STEP_NUM_TASKS"]}
     launch = _read(variables, _SLURM) if "SLURM_NTASKS" in variables else None
+    if launch is not None and (tasks := _tasks_of_nodes(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))):
+        launch = replace(launch, local_world_size=tasks[launch.node_rank])
     if launch is None or (launch.world_size == 1 and "MASTER_ADDR" not in variables):
         return None
     if all(name in variables for name in _ADDRESS):
@@ -121,6 +123,15 @@ def _read_slurm(variables: Mapping[str, str]) -> Launch | None:
     job, step = (_integer(variables, name) if name in variables else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = _integer(variables, "MASTER_PORT") if "MASTER_PORT" in variables else None
     return replace(launch, store=(host, port or _FIRST_PORT + (job * 31 + step) % _NUM_PORTS))
+
+
+def _tasks_of_nodes(text: str) -> list[int]:
+    """Return the number of tasks of each node, from Slurm's notation, such as 2(x3),1.
+
+    SLURM_NTASKS_PER_NODE may be that of the job, and differ from the tasks of a step.
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))]
 
 
 def _first_host(hosts: str) -> str:
