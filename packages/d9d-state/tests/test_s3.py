@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from threading import Lock, Thread
 from typing import Any
 
@@ -122,9 +123,8 @@ def _tensors(rank: int, num_ranks: int, step: int) -> dict[str, Tensor]:
 
 
 def _save_and_load(endpoint: str, folder: str) -> list[int]:
-    from s3fs import S3FileSystem  # noqa: PLC0415 - optional
-
-    S3FileSystem.clear_instance_cache()  # the ranks have run with another server
+    s3fs: Any = import_module("s3fs")  # optional
+    s3fs.S3FileSystem.clear_instance_cache()  # the ranks have run with another server
     os.environ.update({**_KEYS, "AWS_ENDPOINT_URL": endpoint})
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         store = CheckpointStore(folder, keep_last=2)
