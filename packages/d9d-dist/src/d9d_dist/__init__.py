@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from d9d_dist.tensor_parallel.styles import TensorStyle as TensorStyle
     from d9d_dist.tensor_parallel.styles import VocabParallelEmbedding as VocabParallelEmbedding
     from d9d_dist.tensor_parallel.styles import VocabParallelHead as VocabParallelHead
-    from d9d_dist.tensor_parallel.vocab import HasTokenLoss as HasTokenLoss
-    from d9d_dist.tensor_parallel.vocab import HasVocabParallelForm as HasVocabParallelForm
     from d9d_dist.values._model_tensors import canonical_name as canonical_name
     from d9d_dist.values.block_gather import gather_in_blocks as gather_in_blocks
     from d9d_dist.values.late_init import ModuleLateInit as ModuleLateInit

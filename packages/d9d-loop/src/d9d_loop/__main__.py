@@ -42,6 +42,9 @@ def _init(words: Sequence[str]) -> None:
 def import_main() -> None:
     """Import a checkpoint of another library into a new run: `d9d-import CHECKPOINT FILE.toml [--key VALUE ...]`."""
     with cli_main():
+        if {"-h", "--help"} & {*sys.argv[1:2]}:
+            print(import_main.__doc__)
+            return
         if len(sys.argv) <= 2:
             raise UserError("expected d9d-import CHECKPOINT FILE.toml [--key VALUE ...].")
         trainer, _ = read_job(sys.argv[2:])

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from d9d_metrics.trackers.tensorboard_events import TensorBoardTracker as TensorBoardTracker
     from d9d_metrics.trackers.tensorboard_events import TensorBoardTrackerConfig as TensorBoardTrackerConfig
     from d9d_metrics.trackers.tracker import Tracker as Tracker
+    from d9d_metrics.trackers.trackio_database import TrackioTracker as TrackioTracker
+    from d9d_metrics.trackers.trackio_database import TrackioTrackerConfig as TrackioTrackerConfig
     from d9d_metrics.trackers.values import Histogram as Histogram
     from d9d_metrics.trackers.values import Image as Image
     from d9d_metrics.trackers.values import Text as Text

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_dist import HasTokenLoss, local_tensor
+from d9d_dist import local_tensor
+from d9d_dist.tensor_parallel.vocab import HasTokenLoss
 from d9d_peft._grouped import grouped_product
 from d9d_peft.all_linear import is_conv1d, weight_of
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod

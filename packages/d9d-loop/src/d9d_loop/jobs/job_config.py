@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from d9d_loop.config.preset import JobFileConfig
 from d9d_loop.data.chat_template import TRAINING_DATE
 from d9d_loop.data.conversation import ChatLabels, TextPairs, TooLong
-from d9d_loop.losses.preference_kind import PreferenceKind
+from d9d_loop.preference_kind import PreferenceKind
 from d9d_loop.section import Section
 
 JobKind: TypeAlias = Literal["sft", "dpo", "reward", "pretrain", "classify", "embed"]

@@ -19,4 +19,4 @@ from d9d_loop.losses.policy import kl_divergence as kl_divergence
 from d9d_loop.losses.policy import truncated_importance as truncated_importance
 from d9d_loop.losses.preference import PreferenceLoss as PreferenceLoss
 from d9d_loop.losses.preference import RewardLoss as RewardLoss
-from d9d_loop.losses.preference_kind import PreferenceKind as PreferenceKind
+from d9d_loop.preference_kind import PreferenceKind as PreferenceKind

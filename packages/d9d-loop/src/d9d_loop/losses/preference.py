@@ -16,7 +16,7 @@ from d9d_dist import UserError
 from d9d_dist.errors import check_choice
 from d9d_loop.losses.checks import check_finite, check_shapes
 from d9d_loop.losses.document_sums import check_ids, num_replicas, sum_per_document, take_pairs
-from d9d_loop.losses.preference_kind import PreferenceKind
+from d9d_loop.preference_kind import PreferenceKind
 from d9d_loop.task import Loss
 
 

@@ -22,15 +22,13 @@ _ID = "trackio_run_id"
 class TrackioTracker(Tracker):
     """Tracker that logs to a run of Trackio. Values are in the database when `log` returns.
 
-    Trackio keeps every value. Equal values of a step that is logged again are stored once. Histograms and images are
-    skipped. The database is in `TRACKIO_DIR`, by default `~/.cache/huggingface/trackio`.
+    Equal values of a step that is logged again are stored once. Histograms and images are skipped. See `TRACKIO_DIR`.
     """
 
     def __init__(self, project: str, *, name: str) -> None:
         """Configure a new run. Raises `UserError` if the package trackio is missing."""
         require_package("trackio")
-        self._project, self._name = project, name
-        self._id = secrets.token_hex(16)
+        self._project, self._name, self._id = project, name, secrets.token_hex(16)
         self._config: dict[str, JsonValue] | None = None
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
