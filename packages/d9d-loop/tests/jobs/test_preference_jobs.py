@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.data import TokenFileWriter
-from d9d_loop.jobs import TextJobConfig, text_trainer
+from d9d_loop.jobs import AdapterConfig, TextJobConfig, text_trainer
 from d9d_loop.jobs.text_pairs import pair_rows
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_metrics import read_metrics
@@ -222,6 +223,15 @@ def test_the_reference_of_adapters_is_the_model_without_them(folder: Path, tmp_p
     found = _losses(run)[1]
     assert abs(found - losses[0]) <= _tolerance(losses[:1], losses[1:])[0]
     assert abs(found - 0.6931471805599453) > 1e-4
+
+
+def test_adapters_without_their_package_are_an_error_before_the_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "d9d_peft", None)
+    config = _config(folder, tmp_path, "dpo", adapter=AdapterConfig(rank=2))
+    with pytest.raises(UserError, match=r"\[adapter\] needs the package d9d-peft, which is not installed"):
+        text_trainer(config)
 
 
 def test_held_out_pairs_are_compared_with_the_reference(folder: Path, tmp_path: Path) -> None:

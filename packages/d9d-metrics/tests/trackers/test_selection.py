@@ -16,13 +16,14 @@ from d9d_metrics import (
     TensorBoardTracker,
     Tracker,
     TrackerConfig,
+    TrackioTracker,
+    TrackioTrackerConfig,
     WandbTracker,
     build_trackers,
     read_metrics,
 )
 from d9d_metrics.trackers import _extras
 from d9d_metrics.trackers.selection import check_trackers
-from d9d_metrics.trackers.trackio_database import TrackioTrackerConfig
 
 TRACKERS: TypeAdapter[list[TrackerConfig]] = TypeAdapter(list[TrackerConfig])
 
@@ -57,6 +58,7 @@ def test_rejects_an_unknown_field() -> None:
         ("aim", lambda folder: AimTracker(str(folder))),
         ("mlflow", lambda folder: MlflowTracker(f"sqlite:///{folder}/mlflow.db")),
         ("mlflow", lambda folder: MlflowTrackerConfig().build(folder)),
+        ("trackio", lambda folder: TrackioTracker("p", name=folder.name)),
         ("trackio", lambda folder: TrackioTrackerConfig().build(folder)),
         ("tensorboard", TensorBoardTracker),
         ("prometheus", lambda folder: PrometheusTracker(run=folder.name, port=0)),
