@@ -11,6 +11,7 @@ from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.job_state import JobState, Record
+from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.reference import FrozenReference
 from d9d_loop.engine.start import Training, build_training
 from d9d_loop.event_bus import Events
@@ -106,11 +107,7 @@ def build_job(
         events=events,
         trainable_only=config.checkpoint.trainable_only,
     )
-    reference = None
-    if plan.reference is not None:  # before a checkpoint replaces the initial values
-        pipeline.shared.copy_values()
-        whole = nn.ModuleList(pipeline.stages.values())
-        reference = FrozenReference(plan.reference, pipeline.model, whole=whole)
+    reference = _reference_of(plan, pipeline)  # before a checkpoint replaces the initial values
     record = state.restore()
     if record.ended != plan.steps:  # the job has another number of steps now
         record.ended = None
@@ -142,6 +139,14 @@ def build_job(
         stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
         stragglers=StragglerWatch(config.resilience.health, ctx),
     )
+
+
+def _reference_of(plan: JobPlan, pipeline: Pipeline) -> FrozenReference | None:
+    """Return the reference of a job, with the current values of the model; `None` for none. Collective."""
+    if plan.reference is None:
+        return None
+    pipeline.shared.copy_values()
+    return FrozenReference(plan.reference, pipeline.model, whole=nn.ModuleList(pipeline.stages.values()))
 
 
 def build_engine(
