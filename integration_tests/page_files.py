@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 8,
 }
+_PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "intermediate_size": 32, "fullatt_block_indexes": [0]}
 _PLANNED = """
 job = "pretrain"
 steps = 1000
@@ -51,6 +53,32 @@ def _write_model(folder: Path) -> None:
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
+def _write_vision_model(folder: Path) -> None:
+    """Write a tiny Qwen2.5-VL with a token for each byte, and a photo beside it."""
+    from PIL import Image  # noqa: PLC0415 - an extra
+
+    transformers: Any = import_module("transformers")
+    _write_model(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens={"image_token": "<image>"})
+    patches = {"patch_size": 4, "merge_size": 2}
+    images = transformers.Qwen2VLImageProcessor(**patches, size={"shortest_edge": 64, "longest_edge": 1024})
+    template = _TEMPLATE.replace(
+        "{{ m.content }}",
+        "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}",
+    )
+    videos = transformers.Qwen2VLVideoProcessor(**patches)
+    processor = transformers.Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=template)
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**_SIZES, "vocab_size": len(tokenizer), "rope_parameters": rope},
+        vision_config={"hidden_size": 16, "num_heads": 2, "depth": 1, "out_hidden_size": 16, **_PATCHES},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    Image.new("RGB", (40, 24), (200, 100, 50)).save(folder.parent / "photo.png")
+
+
 def _write_chats(folder: Path) -> None:
     turns = [("user", "What is {}?"), ("assistant", "It is {}.")]
     chats = [[{"role": role, "content": text.format(n)} for role, text in turns] for n in range(60)]
@@ -77,6 +105,7 @@ def _write_base(folder: Path) -> None:
 def _write_text_job(folder: Path) -> None:
     _write_base(folder)
     _write_chats(folder)
+    _write_vision_model(folder / "Qwen2.5-VL-3B")
 
 
 def _write_plan(folder: Path) -> None:

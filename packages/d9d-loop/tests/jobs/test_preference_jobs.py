@@ -372,7 +372,10 @@ def test_dropped_and_cut_pairs_are_counted(folder: Path, tmp_path: Path, capsys:
             {"job": "reward", "dataset": {"files": ["x"], "packing": True}},
             "packing = true, but job = reward; expected sft, dpo or pretrain",
         ),
-        ({"job": "reward", "prompts": ["a"]}, "prompts are set, but job = reward; expected sft, dpo or pretrain"),
+        (
+            {"job": "reward", "prompts": ["a"]},
+            "prompts are set, but job = reward; expected sft, vision, dpo or pretrain",
+        ),
     ],
 )
 def test_a_setting_that_the_job_does_not_use_is_an_error(changes: dict[str, Any], message: str) -> None:

@@ -307,7 +307,10 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
     ("changes", "message"),
     [
         ({"prompts": ["a"]}, r"prompts are set, but there are no evaluation data; expected dataset.held_out"),
-        ({"prompts": ["a"], "job": "classify"}, r"prompts are set, but job = classify; expected sft, dpo or pretrain"),
+        (
+            {"prompts": ["a"], "job": "classify"},
+            r"prompts are set, but job = classify; expected sft, vision, dpo or pretrain",
+        ),
         ({"mesh": {"expert_parallel": 2}}, r"expert_parallel = 2 needs .* dataset.packing = true"),
         (
             {"mesh": {"context_parallel_shard": 2}, "job": "dpo"},

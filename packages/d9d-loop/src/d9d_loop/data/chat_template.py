@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -39,6 +40,10 @@ class ChatTemplate:
     ) -> None:
         self.source, self.special_tokens, self.today = source, dict(special_tokens or {}), today
         self._compiled = _compile(source, today)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Compiled templates cannot be pickled for a data worker.
+        return partial(ChatTemplate, special_tokens=self.special_tokens, today=self.today), (self.source,)
 
     @property
     def prints_date(self) -> bool:
@@ -85,8 +90,9 @@ def read_chat_template(
 ) -> ChatTemplate:
     """Read the chat template of a model folder, and its special tokens unless they are given.
 
-    The template is in `chat_template.jinja`, in `additional_chat_templates`, or in `tokenizer_config.json`. Of several
-    named templates, the one named `tool_use` is used if `for_tools`, else the one named `default`.
+    The template is in `chat_template.jinja`, in `additional_chat_templates`, in `chat_template.json` of an older
+    processor, or in `tokenizer_config.json`. Of several named templates, the one named `tool_use` is used if
+    `for_tools`, else the one named `default`.
 
     Raises:
         UserError: If the folder has no chat template.
@@ -95,7 +101,8 @@ def read_chat_template(
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     named: dict[str, Any] = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
     if not named:
-        found = read_json(folder / "tokenizer_config.json").get("chat_template")
+        files_of_json = (read_json(folder / name) for name in ("chat_template.json", "tokenizer_config.json"))
+        found = next(filter(None, (each.get("chat_template") for each in files_of_json)), None)
         named = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {"default": found}
     source = named.get("tool_use" if for_tools else "default", named.get("default"))
     if not isinstance(source, str):

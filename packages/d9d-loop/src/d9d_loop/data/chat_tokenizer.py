@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
 from d9d_loop.data.chat_template import TRAINING_DATE, ChatTemplate, read_chat_template
-from d9d_loop.data.conversation import ChatLabels, Conversation, TextPairs
+from d9d_loop.data.conversation import ChatLabels, Conversation, TextPairs, with_parts
 from d9d_loop.data.text_tokenizer import TextTokenizer, listed_ids, read_json, read_text_tokenizer
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class ChatTokenizer:
         labels: `all` makes all tokens contribute to the loss, except for a `prompt`. Nothing is verified in this case.
         text_pairs: `joined` tokenizes a `prompt` and a `completion` that are texts as one text, followed by the end
             token, without the chat template.
+        has_parts: If True, the template gets each content as a list of parts.
 
     Raises:
         UserError: If a stop token is not in the vocabulary, or text pairs are joined by a tokenizer without end token.
@@ -78,10 +79,11 @@ class ChatTokenizer:
         tool_template: ChatTemplate | None = None,
         labels: ChatLabels = "assistant",
         text_pairs: TextPairs = "chat",
+        has_parts: bool = False,
     ) -> None:
         check_choice("labels", labels, ChatLabels)
         check_choice("text_pairs", text_pairs, TextPairs)
-        self._labels, self._text_pairs = labels, text_pairs
+        self._labels, self._text_pairs, self._has_parts = labels, text_pairs, has_parts
         self.text_tokenizer = (
             tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(copy.deepcopy(tokenizer))
         )
@@ -130,7 +132,7 @@ class ChatTokenizer:
         """
         if conversation.is_text_pair and self._text_pairs == "joined":
             return self._joined(*(each["content"] for each in conversation.messages))
-        text = self._render(conversation, len(conversation.messages))
+        text = self.render(conversation)
         if self._labels == "all":
             first = conversation.first_trained
             prompt = self._render(conversation, first, answer=True) if first else ""
@@ -171,6 +173,10 @@ class ChatTokenizer:
         rendered = self._render(message, 1, answer=True)
         return rendered, self.text_tokenizer.encode_rendered(rendered).ids
 
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation."""
+        return self._render(conversation, len(conversation.messages))
+
     def end_of_turn(self) -> int:
         """Return the token that ends an answer; raise `UserError` if the template does not end it with a token."""
         return self(_TURNS).tokens[-1]
@@ -178,6 +184,8 @@ class ChatTokenizer:
     def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False) -> str:
         template = self._template if conversation.tools is None else self._tool_template
         messages = conversation.messages[:num_messages]
+        if self._has_parts:
+            messages = list(map(with_parts, messages))
         return template.render(messages, tools=conversation.tools, add_generation_prompt=answer)
 
     def _turn(self, conversation: Conversation, number: int, text: str, spans: list[Span]) -> Span:
@@ -265,11 +273,13 @@ def read_chat_tokenizer(
     today: date = TRAINING_DATE,
     labels: ChatLabels = "assistant",
     text_pairs: TextPairs = "chat",
+    has_parts: bool = False,
 ) -> ChatTokenizer:
     """Read the tokenizer and the chat template of a model folder. Requires the extra `chat`.
 
     The folder has the files of a tokenizer, and a chat template; see `read_text_tokenizer` and `read_chat_template`.
-    For `stop_tokens`, `labels` and `text_pairs`, see `ChatTokenizer`. `today` is the date of templates that print it.
+    For `stop_tokens`, `labels`, `text_pairs` and `has_parts`, see `ChatTokenizer`. `today` is the date
+    of templates that print it.
 
     Raises:
         UserError: If a file is missing or invalid.
@@ -287,6 +297,7 @@ def read_chat_tokenizer(
         tool_template=tool_template,
         labels=labels,
         text_pairs=text_pairs,
+        has_parts=has_parts,
     )
 
 

@@ -118,6 +118,12 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     return Conversation(chosen, tools, first, is_text), Conversation(rejected, tools, first, is_text)
 
 
+def with_parts(message: Message) -> Message:
+    """Return a message whose content is a list of parts, as the templates of models with images read it."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
 def _without_nulls_of_tables(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(sample, JsonObject) or _differ_in_keys([sample]):
         return sample

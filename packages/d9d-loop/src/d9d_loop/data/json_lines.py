@@ -87,6 +87,10 @@ class JsonLines:
                 number += 1
         return _place(path, number)
 
+    def path(self, index: int) -> Path:
+        """Return the file of a sample."""
+        return self._locate(index)[0]
+
     def contents_digest(self) -> JsonValue:
         """Return the SHA-256 digest of all lines."""
         return self._digest

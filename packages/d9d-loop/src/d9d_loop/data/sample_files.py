@@ -52,6 +52,10 @@ class DataFiles(Samples, Protocol):
         """Return the file and the position of a sample in it, for error messages."""
         ...
 
+    def path(self, index: int) -> Path:
+        """Return the file of a sample."""
+        ...
+
     def contents_digest(self) -> JsonValue:
         """Return a digest of the contents of the files."""
         ...
@@ -80,6 +84,10 @@ class FileSamples:
         number, inside = self._locate(index)
         part = self._parts[number]
         return part.place(inside) if isinstance(part, JsonLines) else f"{self._paths[number]}, sample {inside}"
+
+    def path(self, index: int) -> Path:
+        """Return the file of a sample."""
+        return self._paths[self._locate(index)[0]]
 
     def contents_digest(self) -> JsonValue:
         """Return the digest of the files; see `digest_of_files`."""
@@ -276,10 +284,28 @@ def _open_saved(folder: Path) -> Samples:
 
 
 def _with_names(table: Any) -> Samples:
+    """Return a table whose images are not decoded, and whose classes have their names."""
     import datasets
 
+    features = datasets.Features({name: _undecoded(kind) for name, kind in table.features.items()})
+    if features != table.features:
+        table = datasets.Dataset(table.data, info=datasets.DatasetInfo(features=features))
     names = {field: kind.names for field, kind in table.features.items() if isinstance(kind, datasets.ClassLabel)}
     return _NamedClasses(table, names) if names else table
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature of `datasets` with the stored bytes and paths of images for decoded images."""
+    import datasets
+
+    match feature:
+        case datasets.Image():
+            return datasets.Image(decode=False)
+        case dict():
+            return {name: _undecoded(each) for name, each in feature.items()}
+        case datasets.List() | datasets.LargeList():
+            return type(feature)(_undecoded(feature.feature))
+    return feature
 
 
 _TABLES: dict[FileKind, Callable[[Path], Samples]] = {

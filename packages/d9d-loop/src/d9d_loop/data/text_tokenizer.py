@@ -28,9 +28,13 @@ _VOCABULARIES = (
 )
 TOKENIZER_FILES = (
     *(*_VOCABULARIES, "merges.txt", "added_tokens.json", "special_tokens_map.json"),
-    *("tokenizer_config.json", "chat_template.jinja"),
+    *("tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
-"""Files of a model folder that belong to its tokenizer. Further chat templates are in `TEMPLATE_FOLDER`."""
+"""Files of a model folder that belong to its tokenizer, or to its processor of images.
+
+Further chat templates are in `TEMPLATE_FOLDER`.
+"""
 
 TEMPLATE_FOLDER = "additional_chat_templates"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
@@ -67,7 +71,7 @@ class TextTokenizer:
     ) -> None:
         self._backend, self._auto, self._digest = backend, auto, digest
         if backend is not None:
-            _normalize(backend)
+            normalize_tokenizer(backend)
         self._splits_special = bool(getattr(auto, "split_special_tokens", False))
         self.special_tokens: dict[str, str] = dict(special or {}) if auto is None else dict(auto.special_tokens_map)
         names = ("bos_token", "eos_token", "pad_token")
@@ -216,7 +220,7 @@ def _byte_vocabulary() -> dict[str, int]:
     return {letter: byte for byte, letter in letters.items()}
 
 
-def _normalize(backend: "Tokenizer") -> None:
+def normalize_tokenizer(backend: "Tokenizer") -> None:
     """Remove settings of a call, and the trimming of offsets: a token of spaces covers these spaces.
 
     Replace a missing post-processor, as transformers does, so that digests are equal.

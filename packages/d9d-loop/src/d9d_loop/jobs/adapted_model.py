@@ -134,6 +134,14 @@ class AdaptedModel(ModelProvider):
     def _choose(self, model: nn.Module) -> None:
         """Choose the layers of the whole model that get adapters, and the parameters that are trained in full."""
         self._tuned = self._base.new_parameters
+        if (pattern := self._adapter.full) is not None:
+            chosen = {name for name, _ in model.named_parameters() if re.search(pattern, name)}
+            if not chosen:
+                raise UserError(
+                    f"adapter.full = {pattern!r} matches no parameter of {type(model).__name__}; expected the names of "
+                    "some. Correct the pattern, which is searched in the names."
+                )
+            self._tuned |= chosen
         owners = {name.rpartition(".")[0] for name in self._tuned}
         linear = self._peft.linear_layers(model)
         if self._adapter.target == ALL_LINEAR:
@@ -151,7 +159,7 @@ class AdaptedModel(ModelProvider):
         uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
         adapted = ((name, model.get_submodule(name).parameters(recurse=False)) for name in names)
         self._tied = [name for name, own in adapted if any(uses[id(each)] > 1 for each in own)]
-        self._summary = _summary(model, names, self._tuned)
+        self._summary = _summary(model, names, self._tuned, only_new=self._adapter.full is None)
         if self._tied:
             tied = ", ".join(self._tied)
             self._summary += (
@@ -190,7 +198,7 @@ def _exactly(names: Collection[str]) -> str:
     return f"^(?:{'|'.join(map(re.escape, sorted(names)))})$"
 
 
-def _summary(model: nn.Module, names: Collection[str], tuned: Collection[str]) -> str:
+def _summary(model: nn.Module, names: Collection[str], tuned: Collection[str], *, only_new: bool) -> str:
     """Describe what is trained: the layers with adapters, their part of the matrices, and other parameters."""
     heads = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(parameter) for module in heads for parameter in module.parameters(recurse=False)}
@@ -198,7 +206,8 @@ def _summary(model: nn.Module, names: Collection[str], tuned: Collection[str]) -
     adapted = {name: each for name, each in matrices.items() if name.rpartition(".")[0] in set(names)}
     part = sum(each.numel() for each in adapted.values()) / max(sum(each.numel() for each in matrices.values()), 1)
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-    also = f" {len(tuned)} new parameters are trained in full: {', '.join(sorted(tuned))}." if tuned else ""
+    kind = "new" if only_new else "new and chosen"
+    also = f" {len(tuned)} {kind} parameters are trained in full: {', '.join(sorted(tuned))}." if tuned else ""
     return (
         f"d9d: adapters of {len(names)} layers ({kinds}), which have {part:.0%} of the elements of all matrices except "
         f"embeddings.{also}"

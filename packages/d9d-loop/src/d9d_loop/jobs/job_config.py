@@ -14,18 +14,21 @@ from d9d_loop.data.conversation import ChatLabels, TextPairs, TooLong
 from d9d_loop.preference_kind import PreferenceKind
 from d9d_loop.section import Section
 
-JobKind: TypeAlias = Literal["sft", "dpo", "reward", "pretrain", "classify", "embed"]
-"""Fine-tuning on conversations, preference optimization or a reward model on pairs of answers, next-token prediction on
-text, classification of texts, or embeddings of texts."""
+JobKind: TypeAlias = Literal["sft", "vision", "dpo", "reward", "pretrain", "classify", "embed"]
+"""Fine-tuning on conversations, also with images, preference optimization or a reward model on pairs of answers,
+next-token prediction on text, classification of texts, or embeddings of texts."""
 
-CHAT_JOBS: tuple[JobKind, ...] = ("sft", "dpo", "reward")
+CHAT_JOBS: tuple[JobKind, ...] = ("sft", "vision", "dpo", "reward")
 """Jobs on conversations, which need a chat template."""
 
-GENERATING_JOBS: tuple[JobKind, ...] = ("sft", "dpo", "pretrain")
+GENERATING_JOBS: tuple[JobKind, ...] = ("sft", "vision", "dpo", "pretrain")
 """Jobs whose model predicts the next token."""
 
 PACKED_JOBS: tuple[JobKind, ...] = ("sft", "dpo", "pretrain")
 """Jobs that support packed rows."""
+
+OnBroken: TypeAlias = Literal["refuse", "drop"]
+"""Treatment of a sample whose image does not exist or cannot be decoded: an error, or the sample is skipped."""
 
 ALL_LINEAR = "all-linear"
 """Value of `adapter.target` for all linear layers except those of a head."""
@@ -96,6 +99,10 @@ class TextDataConfig(Section):
     )
     length: PositiveInt = Field(default=1024, description="Maximum length of a sample, in tokens.")
     too_long: TooLong = Field(default="truncate", description="Treatment of samples longer than `length`.")
+    broken_images: OnBroken = Field(
+        default="refuse",
+        description="Treatment of samples with an image that does not exist or cannot be decoded, in the job vision.",
+    )
     labels: ChatLabels = Field(
         default="assistant",
         description="Tokens of conversations that contribute to the loss: the assistant's turns, or all tokens except "
@@ -133,6 +140,11 @@ class AdapterConfig(Section):
         default=ALL_LINEAR,
         description="all-linear: all linear layers except heads, as in peft; or a regular expression for the names of "
         "adapted layers.",
+    )
+    full: str | None = Field(
+        default=None,
+        description="Regular expression for the names of parameters that are trained in full, such as those of a "
+        "projector. Null: only those that the folder does not have.",
     )
     rank: PositiveInt = Field(default=16, description="Rank of the adapters.")
     alpha: PositiveFloat = Field(default=32.0, description="LoRA alpha: the update is scaled by alpha / rank.")
@@ -201,8 +213,8 @@ class TextJobConfig(JobFileConfig):
     """Configuration of a training job on text."""
 
     job: JobKind = Field(
-        description="Kind of training: sft (chats), dpo or reward (pairs of answers), pretrain (text), classify "
-        "(labeled texts) or embed (pairs of texts)."
+        description="Kind of training: sft (chats), vision (chats with images), dpo or reward (pairs of answers), "
+        "pretrain (text), classify (labeled texts) or embed (pairs of texts)."
     )
     model: LanguageModelConfig
     dataset: TextDataConfig
@@ -240,6 +252,26 @@ class TextJobConfig(JobFileConfig):
                 "the family; expected no dtype, tensor_parallel_plan or changes to the folder's config.json. Remove "
                 f"{unused[0]}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_images_need(self) -> Self:
+        if self.job != "vision":
+            if self.dataset.broken_images != "refuse":
+                raise ValueError(f"dataset.broken_images is set, but job = {self.job}; expected vision. Remove it")
+            return self
+        if self.model.folder is None:
+            raise ValueError("job = vision needs model.folder, a folder with a model and its processor. Set it")
+        if self.dataset.text_pairs != "chat":
+            raise ValueError(
+                f"dataset.text_pairs = {self.dataset.text_pairs}, but job = vision; expected chat. Remove it"
+            )
+        for axis in ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate", "expert_parallel"):
+            if (degree := getattr(self.mesh, axis)) != 1:
+                raise ValueError(
+                    f"mesh.{axis} = {degree}, but job = vision splits a model with images only over "
+                    "mesh.data_parallel_replicate, data_parallel_shard and tensor_parallel; expected 1. Use these"
+                )
         return self
 
     @model_validator(mode="after")

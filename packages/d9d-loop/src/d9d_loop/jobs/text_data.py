@@ -34,6 +34,7 @@ from d9d_loop.data import (
 )
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.sample_files import DataFiles
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.data.stored_tokens import TokenDocuments
 from d9d_loop.data.text_tokenizer import TextTokenizer, read_text_tokenizer
@@ -65,7 +66,8 @@ def chat_tokenizer(config: TextJobConfig) -> ChatTokenizer:
             f"job = {config.job} needs a chat template; expected model.folder, or model.tokenizer. Set one of them."
         )
     data = config.dataset
-    return read_chat_tokenizer(folder, today=data.date, labels=data.labels, text_pairs=data.text_pairs)
+    options: dict[str, Any] = {"today": data.date, "labels": data.labels, "text_pairs": data.text_pairs}
+    return read_chat_tokenizer(folder, has_parts=config.job == "vision", **options)
 
 
 def dataset_of(
@@ -350,15 +352,21 @@ def _open_tokens(
 
 
 def samples_of(
-    config: TextJobConfig, check: Callable[[Any], object] = lambda sample: None
+    config: TextJobConfig,
+    check: Callable[[Any], object] | None = None,
+    *,
+    wrap: Callable[[DataFiles], Samples] = lambda samples: samples,
 ) -> tuple[Samples, Samples | None]:
-    """Return the training samples and the held-out samples of a job. `check` raises `UserError` for a bad sample."""
+    """Return the training samples and the held-out samples of a job. `check` raises `UserError` for a bad sample.
+
+    `wrap` converts the samples of a list of files before they are split.
+    """
     data = config.dataset
-    samples = open_checked(data.files, check, key="dataset.files", text_field=data.text_field)
+    samples = wrap(open_checked(data.files, check, key="dataset.files", text_field=data.text_field))
     if not data.evaluation_files:
         return split_samples(samples, data.held_out, key="dataset.held_out")
     key = "dataset.evaluation_files"
-    return samples, open_checked(data.evaluation_files, check, key=key, text_field=data.text_field)
+    return samples, wrap(open_checked(data.evaluation_files, check, key=key, text_field=data.text_field))
 
 
 def _field(sample: Mapping[str, Any], field: str) -> Any:

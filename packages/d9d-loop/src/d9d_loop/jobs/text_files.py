@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from d9d_dist import UserError
 from d9d_loop.data.contents import digest_of
-from d9d_loop.data.sample_files import open_samples
+from d9d_loop.data.sample_files import DataFiles, open_samples
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.samples import Samples
 
@@ -20,12 +20,16 @@ _NUM_CHECKED = 50_000
 """Number of samples of a list of files that are checked before training."""
 
 
-def open_checked(paths: Sequence[Path], check: Callable[[Any], object], *, key: str, text_field: str) -> Samples:
+def open_checked(
+    paths: Sequence[Path], check: Callable[[Any], object] | None, *, key: str, text_field: str
+) -> DataFiles:
     """Open files like `open_samples`, and call `check` with each of the first 50,000 samples.
 
     If `check` raises `UserError`, the message has the file and the position of the sample in it.
     """
     samples = open_samples(paths, key=key, text_field=text_field)
+    if check is None:
+        return samples
     for index, sample in enumerate(islice(samples, _NUM_CHECKED)):
         try:
             check(sample)

@@ -19,6 +19,7 @@ from d9d_loop.jobs.text_model import auto_class, own_model, padding_id, router_l
 from d9d_loop.jobs.text_pairs import pair_rows
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, Embed, NextToken, Prefer, Reward
+from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.model.hugging_face_model import read_config
 from d9d_loop.model.model_provider import ModelProvider
@@ -93,6 +94,14 @@ def _parts(config: TextJobConfig, note: Note) -> tuple[DataProvider, Task, Model
             task = NextTokenTask() if packing else NextToken(router_loss=router_loss_factor(config, tokenizer))
             texts = packed_texts if packing else text_windows
             data = chat_rows(config, note) if config.job == "sft" else texts(config, note)
+        case "vision":
+            task = NextToken(counts_skipped=True)
+            data = image_chats(config, note)
+            if router_loss_factor(config, tokenizer):
+                raise UserError(
+                    "the configuration of the model has output_router_logits = true, but job = vision has no balance "
+                    "loss of experts; expected false. Set it in config.json of the folder."
+                )
         case "dpo":
             task = _preference_task(config, router_loss=0.0 if packing else router_loss_factor(config, tokenizer))
             data = pair_rows(config, note)

@@ -74,6 +74,8 @@ def auto_class(job: JobKind) -> Any:
     match job:
         case "sft" | "dpo" | "pretrain":
             return transformers.AutoModelForCausalLM
+        case "vision":
+            return transformers.AutoModelForImageTextToText
         case "classify" | "reward":
             return transformers.AutoModelForSequenceClassification
         case "embed":
@@ -133,7 +135,7 @@ def padding_id(config: TextJobConfig, tokenizer: SpecialIds) -> int:
     given = config.model.entries.get("pad_token_id")
     if given is not None:
         return int(given)
-    own = model_config(config, tokenizer, config.model.entries).pad_token_id
+    own = getattr(model_config(config, tokenizer, config.model.entries), "pad_token_id", None)
     own = None if own is None or own < 0 else own
     found = next((each for each in (own, tokenizer.pad_id, tokenizer.end_id) if each is not None), None)
     if config.job in ("classify", "reward") and tokenizer.pad_id not in (None, found):
@@ -151,8 +153,13 @@ def padding_id(config: TextJobConfig, tokenizer: SpecialIds) -> int:
 
 def check_fit(config: TextJobConfig, model_config: Any) -> None:
     """Raise `UserError` if a job on next tokens has a bidirectional model, or samples may exceed learned positions."""
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
+    if config.job == "vision" and type(model_config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UserError(
+            f"job = vision, but {config.model.folder} is a {model_config.model_type}, which takes no images; "
+            "expected a model that AutoModelForImageTextToText loads. Choose another folder, or job = sft."
+        )
     is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
     if config.job in GENERATING_JOBS and is_encoder and not getattr(model_config, "is_decoder", False):
         raise _bidirectional(config)

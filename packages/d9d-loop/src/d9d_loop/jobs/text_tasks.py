@@ -16,36 +16,60 @@ from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.task import Loss, Task
 from d9d_loop.tasks import PreferenceTask
-from d9d_metrics import Metric, WeightedMean
+from d9d_metrics import Metric, Sum, WeightedMean
 
 Batch = dict[str, Tensor]
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return values in float32, or in float64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+PER_TOKEN = frozenset(("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"))
+"""Entries of a batch that have a value for each token [B, L]; others belong to the images of all rows."""
 
 
 @final
 class NextToken(Task):
     """Prediction of the next token: the sum of the cross entropies of all labels, in nats.
 
-    The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 for positions without a loss.
+    The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 for positions without a loss. A batch
+    with images also has their pixels, which the model gets too, and `num_skipped`.
 
     Args:
         router_loss: Factor of the balance loss of experts, which `transformers` computes for each microbatch and adds
             to the mean loss of its labels; not in evaluations.
+        counts_skipped: If True, the metric `skipped_samples` is the number of samples that the data skipped.
     """
 
     weight_unit = "tokens"
 
-    def __init__(self, *, router_loss: float = 0.0) -> None:
-        self._router_loss = router_loss
+    def __init__(self, *, router_loss: float = 0.0, counts_skipped: bool = False) -> None:
+        self._router_loss, self._counts_skipped = router_loss, counts_skipped
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model."""
-        return {**{key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}, "use_cache": False}
+        return {
+            **{key: each for key, each in batch.items() if key not in ("labels", "num_skipped")},
+            "use_cache": False,
+        }
 
     def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
         """Return rows with more padding: id 0 without a label, which no earlier position sees."""
         num_added = -batch["input_ids"].shape[1] % multiple
-        values = {"labels": IGNORED_LABEL}
-        return {key: F.pad(each, (0, num_added), value=values.get(key, 0)) for key, each in batch.items()}, num_added
+        values = {key: IGNORED_LABEL if key == "labels" else 0 for key in batch if key in PER_TOKEN}
+        added = {key: F.pad(batch[key], (0, num_added), value=value) for key, value in values.items()}
+        return {**batch, **added}, num_added
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the number of skipped samples, if it is counted."""
+        return {"skipped_samples": Sum()} if self._counts_skipped else {}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
+        """Add the skipped samples of a microbatch."""
+        if self._counts_skipped:
+            metrics["skipped_samples"].update(batch["num_skipped"])
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
         """Return this context-parallel rank's part of the rows; the model finds their positions."""
@@ -55,7 +79,7 @@ class NextToken(Task):
         """Return the summed cross entropy and the number of labels."""
         logits_BLV, labels_BL = outputs.logits, batch["labels"]
         total = F.cross_entropy(
-            logits_BLV.float().flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            _wide(logits_BLV).flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
         weight = (labels_BL != IGNORED_LABEL).sum()
         if self._router_loss and outputs.logits.requires_grad and getattr(outputs, "aux_loss", None) is not None:
@@ -84,7 +108,7 @@ class Classify(Task):
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed cross entropy and the number of labels."""
         return Loss(
-            F.cross_entropy(outputs.logits.float(), batch["labels"], reduction="sum"), weight=len(batch["labels"])
+            F.cross_entropy(_wide(outputs.logits), batch["labels"], reduction="sum"), weight=len(batch["labels"])
         )
 
     def metrics(self) -> dict[str, WeightedMean]:
@@ -144,7 +168,7 @@ class Prefer(Task):
 
     def _log_probs(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the log-probability of each label [P, 2, L], 0 without a label."""
-        labels, logits = batch["labels"], outputs.logits.float().flatten(0, 1)
+        labels, logits = batch["labels"], _wide(outputs.logits).flatten(0, 1)
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
         return -losses.view_as(labels)
 
@@ -201,7 +225,7 @@ def _rows_of_pairs(batch: Batch) -> dict[str, Tensor]:
 
 
 def _rewards(outputs: Any, batch: Batch) -> Tensor:
-    return outputs.logits.float().view(batch["labels"].shape[:2])
+    return _wide(outputs.logits).view(batch["labels"].shape[:2])
 
 
 Pooling: TypeAlias = Literal["mean", "last", "first"]

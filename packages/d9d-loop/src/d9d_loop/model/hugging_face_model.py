@@ -143,6 +143,9 @@ class _HuggingFaceModel(ModelProvider):
         dtype = model.dtype if self._folder_dtypes is None else self._folder_dtypes.main
         config.dtype = str(dtype).removeprefix("torch.")
         self.built_config = with_older_entries(json.loads(config.to_json_string(use_diff=True)))
+        for module in model.modules():
+            if hasattr(module, "rope_deltas"):
+                module.register_forward_hook(_forget_positions)
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
@@ -221,6 +224,12 @@ class _HuggingFaceModel(ModelProvider):
         if folder == self.folder:
             self.new_parameters = loaded.new_parameters
         return loaded.model
+
+
+def _forget_positions(module: Any, *_: Any) -> None:
+    """Remove the positions that a model keeps for generation: they differ between ranks, and training has no use."""
+    if module.training:
+        module.rope_deltas = None
 
 
 def read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:

@@ -1,0 +1,169 @@
+"""Conversations with images: their messages in parts, and the files or bytes of their images."""
+
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from d9d_dist import UserError
+from d9d_loop.data.conversation import Conversation, Message, read_conversation, with_parts
+
+ImageSource: TypeAlias = Any
+"""Path of an image as text, its encoded bytes, or a decoded image of Pillow."""
+
+_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
+_MARK = "<image>"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ImageChat:
+    """Conversation whose messages are lists of parts, and its images in their order.
+
+    Attributes:
+        conversation: Its parts are `{"type": "image"}` and `{"type": "text", "text": ...}`.
+    """
+
+    conversation: Conversation
+    images: list[ImageSource]
+
+
+def read_image_chat(sample: Mapping[str, Any]) -> ImageChat:
+    """Convert a sample to a conversation with images.
+
+    The sample has a format of `read_conversation`. Its images are in one of these places:
+
+    - Parts of messages: `{"type": "image", "image": ...}`, or `image_url` in the form of OpenAI.
+    - The key `images`, a list, or `image`. Parts `{"type": "image"}` without a value take them in order; if no part is
+      an image, each `<image>` in a text does; without any, the images come first in the first message of the user.
+
+    An image is a path, bytes, a data URL, or an object with `bytes` or `path`, as tables of `datasets` store it.
+
+    Raises:
+        UserError: If a part is neither a text nor an image, or the numbers of images and of their places differ.
+    """
+    given = _given_images(sample)
+    conversation = read_conversation(sample)
+    messages = [with_parts(message) for message in conversation.messages]
+    if given and not any(part.get("type") in ("image", "image_url") for part in _parts(messages)):
+        messages = _with_places(messages, len(given))
+    rest = iter(given)
+    images = [
+        next(rest, None) if value is None else value
+        for part in _parts(messages)
+        if part.get("type") != "text"
+        for value in [_value_of(part)]
+    ]
+    if None in images or next(rest, None) is not None:
+        num_places = sum(part.get("type") != "text" and _value_of(part) is None for part in _parts(messages))
+        raise UserError(
+            f"a sample has {len(given)} images in images or image, and {num_places} places for them; expected equal "
+            'numbers. Add parts {"type": "image"}, or images.'
+        )
+    for message in messages:
+        message["content"] = [part if part.get("type") == "text" else {"type": "image"} for part in message["content"]]
+    return ImageChat(replace(conversation, messages=messages), [_source(image) for image in images])
+
+
+def decode_image(source: ImageSource, folder: Path) -> Any:
+    """Decode an image to RGB, with the orientation that it stores. Paths are relative to `folder`. Requires Pillow.
+
+    Raises:
+        UserError: If the file does not exist, or its contents are not an image.
+    """
+    from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
+
+    name = check_image(source, folder)
+    try:
+        if isinstance(source, Image.Image):
+            found = source
+        else:
+            found = Image.open(io.BytesIO(source) if isinstance(source, bytes) else folder / source)
+        return ImageOps.exif_transpose(found).convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise UserError(
+            f"{name} cannot be decoded: {error}. Expected a whole image that Pillow reads. Replace or remove it, or "
+            'set dataset.broken_images = "drop".'
+        ) from error
+
+
+def check_image(source: ImageSource, folder: Path) -> str:
+    """Return the name of an image for messages; raise `UserError` if it is a path of no file."""
+    if not isinstance(source, str):
+        return "an image"
+    if not (folder / source).is_file():
+        raise UserError(
+            f"the image {folder / source} does not exist; expected a file, with a path relative to the file of the "
+            "samples. Correct the path, or add the file."
+        )
+    return f"the image {folder / source}"
+
+
+def _given_images(sample: Mapping[str, Any]) -> list[Any]:
+    given = sample.get("images")
+    if given is None and (single := sample.get("image")) is not None:
+        given = [single]
+    if given is None:
+        return []
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise UserError(f"a sample has images of the type {type(given).__name__}; expected a list. Use the key image.")
+    return list(given)
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+    for number, message in enumerate(messages):
+        for part in message["content"]:
+            if not isinstance(part, Mapping) or part.get("type") not in ("text", "image", "image_url"):
+                found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise UserError(
+                    f"message {number} has a part of the type {found}; expected text or image. Remove the part, or "
+                    'write {"type": "text", "text": ...} or {"type": "image", "image": ...}.'
+                )
+            yield part
+
+
+def _with_places(messages: list[Message], count: int) -> list[Message]:
+    """Return messages with a part for each `<image>` of a text, or with `count` parts before the first user's text."""
+    if any(_MARK in part["text"] for part in _parts(messages)):
+        return [{**message, "content": list(_split(message["content"]))} for message in messages]
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise UserError("a sample has images, but no message of a user; expected one. Add the message.")
+    content = [*({"type": "image"} for _ in range(count)), *messages[first]["content"]]
+    return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
+
+
+def _split(parts: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for part in parts:
+        for number, text in enumerate(part["text"].split(_MARK)):
+            if number:
+                yield {"type": "image"}
+            if text:
+                yield {"type": "text", "text": text}
+
+
+def _value_of(part: Mapping[str, Any]) -> Any:
+    return next((part[key] for key in _KEYS if part.get(key) is not None), None)
+
+
+def _source(image: Any) -> ImageSource:
+    """Return the bytes or the path of an image; a decoded image is returned unchanged."""
+    if isinstance(image, Mapping):
+        inner = _value_of({key: image.get(key) for key in ("bytes", "path", "url")})
+        if inner is None:
+            raise UserError(
+                f"an image has the keys {', '.join(map(str, image))}, without bytes or path; expected one of them."
+            )
+        return _source(inner)
+    if not isinstance(image, str):
+        return image
+    if image.startswith(("http://", "https://")):
+        raise UserError(f"the image {image:.80} is a URL; expected a file, because nothing is downloaded. Download it.")
+    if not image.startswith("data:"):
+        return image.removeprefix("file://")
+    try:
+        return base64.b64decode(image.partition(",")[2], validate=True)
+    except ValueError as error:
+        raise UserError(f"the data URL {image:.40} is not base64: {error}. Correct it.") from None

@@ -1,0 +1,382 @@
+"""Data, errors, parts and exports of the job `vision`, compared with processors and collators of other libraries."""
+
+import base64
+import pickle
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from text_job_cases import write_lines
+from vision_cases import (
+    CHATS,
+    chat,
+    image,
+    plain_inputs,
+    save_chats,
+    save_images,
+    save_model,
+    text,
+    vision_config,
+)
+
+from d9d_dist import UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop.cli_main import cli_main
+from d9d_loop.data.image_chat import read_image_chat
+from d9d_loop.data_error import DataError
+from d9d_loop.jobs import TextJobConfig, text_trainer, write_starter
+from d9d_loop.jobs.text_data import chat_rows
+from d9d_loop.jobs.vision_data import image_chats
+from d9d_metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chats(tmp_path_factory.mktemp("chats"), CHATS)
+
+
+def _batch(config: Any, indices: list[int]) -> dict[str, torch.Tensor]:
+    data = image_chats(config, print)
+    stream = data.training(seed=0)
+    return data.collate([stream.read(index) for index in indices])
+
+
+def _train(config: Any) -> Path:
+    return text_trainer(config).train().run_dir
+
+
+def _losses(run: Path, key: str = "loss") -> list[float]:
+    return [each[key] for each in read_metrics(run / "metrics.jsonl") if key in each]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3", "llava_onevision"])
+def test_a_batch_has_the_tokens_pixels_and_labels_of_each_chat_alone(family: str, file: Path, tmp_path: Path) -> None:
+    transformers: Any = import_module("transformers")
+
+    folder = save_model(family, tmp_path / "model")
+    processor: Any = transformers.AutoProcessor.from_pretrained(folder)
+    batch = _batch(vision_config(folder, file, tmp_path), list(range(4)))
+    assert batch["num_skipped"] == 0
+    for row, sample in enumerate(CHATS[:4]):
+        inputs, labels = plain_inputs(processor, sample, file.parent)
+        length = inputs["input_ids"].shape[1]
+        assert batch["attention_mask"][row].sum() == length
+        assert batch["input_ids"][row, :length].equal(inputs["input_ids"][0])
+        assert batch["labels"][row, : length - 1].equal(labels[0, 1:])
+        assert (batch["labels"][row, length - 1 :] == -100).all()
+
+
+def test_tokens_pixels_and_labels_equal_those_of_the_collator_of_trl(model: Path, tmp_path: Path) -> None:
+    """The collator of TRL needs a template that marks answers; the job does not."""
+    collators: Any = pytest.importorskip("trl.trainer.sft_trainer")
+    transformers: Any = import_module("transformers")
+
+    paths = save_images(tmp_path / "images")
+    samples = [chat([image(0), text("what?")], "a cat", [text("more?")], "no\n\n"), chat("hi", "hello")]
+    file = write_lines(tmp_path / "chats.jsonl", samples)
+    parts = "{% for part in m.content %}{% if part.type == 'image' %}<start><image><stop>{% else %}{{ part.text }}"
+    parts += "{% endif %}{% endfor %}<|end|>"
+    marked = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+    marked += parts + "{% endgeneration %}{% else %}" + parts + "{% endif %}{{ '\n' }}{% endfor %}"
+    processor: Any = transformers.AutoProcessor.from_pretrained(model)
+    collate = collators.DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True, chat_template=marked)
+    samples[0]["messages"][0]["content"][0] = {"type": "image"}
+    images = [[import_module("PIL.Image").open(paths[0])], []]
+    expected = collate([{**sample, "images": each} for sample, each in zip(samples, images, strict=True)])
+    found = _batch(vision_config(model, file, tmp_path), [0, 1])
+    assert found["labels"][:, :-1].equal(expected["labels"][:, 1:])
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw"):
+        assert found[name].equal(expected[name])
+
+
+def test_chats_without_images_have_the_tokens_and_labels_of_the_job_sft(model: Path, tmp_path: Path) -> None:
+    samples = [chat([text("hi")], [text("hello")], [text("and?")], [text("\n\nbye")])]
+    file = write_lines(tmp_path / "chats.jsonl", samples)
+    batch = _batch(vision_config(model, file, tmp_path), [0])
+    data = chat_rows(vision_config(model, file, tmp_path).model_copy(update={"job": "sft"}))
+    sft = data.collate([data.training(seed=0).read(0)])
+    length = sft["labels"].shape[1]
+    assert batch["input_ids"][0, :length].equal(sft["input_ids"][0])
+    assert batch["labels"][0, :length].equal(sft["labels"][0])
+
+
+def test_a_batch_without_images_has_a_row_with_a_small_image_and_no_label(
+    model: Path, file: Path, tmp_path: Path
+) -> None:
+    batch = _batch(vision_config(model, file, tmp_path), [1])
+    assert batch["input_ids"].shape[0] == 2
+    assert len(batch["image_grid_thw"]) == 1
+    assert (batch["labels"][1] == -100).all()
+    assert (batch["labels"][0] != -100).any()
+
+
+def test_images_of_answers_are_no_labels(model: Path, tmp_path: Path) -> None:
+    save_images(tmp_path / "images")
+    file = write_lines(tmp_path / "chats.jsonl", [chat("draw", [text("here"), image(1), text("it is")])])
+    batch = _batch(vision_config(model, file, tmp_path), [0])
+    transformers: Any = import_module("transformers")
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
+    labels = batch["labels"][0][batch["labels"][0] != -100]
+    assert tokenizer.decode(labels) == "here<start><stop>it is<|end|>"
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "drop", "refuse"])
+def test_no_image_is_cut(too_long: str, model: Path, tmp_path: Path) -> None:
+    save_images(tmp_path / "images")
+    samples = [
+        chat([image(0), text("q")], "a"),  # fits
+        chat([image(0), text("q")], "a" * 60),  # its answer is cut
+        chat([text("q" * 30), image(0)], "a"),  # its image does not fit
+        chat([image(0), text("q" * 60)], "a"),  # its label does not fit
+    ]
+    file = write_lines(tmp_path / "chats.jsonl", samples)
+    config = vision_config(model, file, tmp_path, dataset={"files": [file], "length": 32, "too_long": too_long})
+    if too_long == "refuse":
+        assert _batch(config, [0])["num_skipped"] == 0
+        with pytest.raises(UserError, match=r"chats\.jsonl, line 2: the sample has \d+ tokens; .*dataset\.length = 32"):
+            _batch(config, [0, 1])
+        return
+    num_kept = 2 if too_long == "truncate" else 1
+    batch = _batch(config, [0, 1, 2, 3])
+    assert batch["num_skipped"] == 4 - num_kept
+    assert len(batch["input_ids"]) == len(batch["image_grid_thw"]) == num_kept
+    assert batch["input_ids"].shape[1] <= 32
+    if num_kept == 2:
+        assert (batch["labels"][1] != -100).sum() == 32 - int(batch["attention_mask"][0].sum()) + 3
+    none = _batch(config, [2, 3])
+    assert none["num_skipped"] == 2
+    assert (none["labels"] == -100).all()
+    lines = write_lines(tmp_path / "none.jsonl", samples[2:])
+    with pytest.raises(UserError, match=r"the first 2 samples are skipped, .*dataset\.length = 32"):
+        image_chats(config.model_copy(update={"dataset": config.dataset.model_copy(update={"files": (lines,)})}), print)
+
+
+def test_a_broken_image_is_named_or_its_sample_is_skipped_and_counted(model: Path, tmp_path: Path) -> None:
+    paths = save_images(tmp_path / "images")
+    file = write_lines(tmp_path / "chats.jsonl", CHATS)
+    paths[4].write_bytes(paths[4].read_bytes()[:60])  # of the fourth and the fifth chat
+    with pytest.raises(DataError, match=r"chats\.jsonl, line 4: the image .*4\.png cannot be decoded: .*broken_images"):
+        _train(vision_config(model, file, tmp_path, rehearsal=False))
+    data = {"files": [file], "length": 160, "broken_images": "drop"}
+    paths[3].unlink()
+    run = _train(vision_config(model, file, tmp_path / "drop", dataset=data))
+    assert _losses(run, "skipped_samples") == [1, 1]
+    kept = write_lines(tmp_path / "kept.jsonl", CHATS[:3])
+    batch = {"global_size": 3, "microbatch_size": 1}
+    alone = _train(vision_config(model, kept, tmp_path / "kept", steps=1, batch=batch))
+    assert _losses(run)[0] == pytest.approx(_losses(alone)[0], rel=1e-6)
+
+
+def test_a_missing_image_is_named_before_the_start(model: Path, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "chats.jsonl", [chat("a", "b"), chat([image(0), text("?")], "b")])
+    with pytest.raises(UserError, match=r"chats\.jsonl, line 2: the image .*images/0\.png does not exist; .*relative"):
+        text_trainer(vision_config(model, file, tmp_path))
+
+
+@pytest.mark.parametrize("source", ["parquet", "saved", "columns", "marks", "data", "openai", "llava"])
+def test_images_are_read_from_every_place(source: str, model: Path, tmp_path: Path) -> None:
+    paths = save_images(tmp_path / "images")
+    expected = _batch(
+        vision_config(model, write_lines(tmp_path / "chats.jsonl", [chat([image(0), text("?")], "b")]), tmp_path), [0]
+    )
+    content = paths[0].read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    places = chat([{"type": "image"}, text("?")], "b")
+    samples: dict[str, dict[str, Any]] = {
+        "columns": {**places, "images": ["images/0.png"]},
+        "marks": {**chat("<image>?", "b"), "image": "images/0.png"},
+        "data": chat([{"type": "image", "image": url}, text("?")], "b"),
+        "openai": chat([{"type": "image_url", "image_url": {"url": "images/0.png"}}, text("?")], "b"),
+        "llava": {
+            "image": "images/0.png",
+            "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "b"}],
+        },
+    }
+    if source in samples:
+        path = write_lines(tmp_path / "other.jsonl", [samples[source]])
+    else:
+        datasets: Any = pytest.importorskip("datasets")
+        part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
+        message = {"role": datasets.Value("string"), "content": [part]}
+        parts = [{"type": "image", "image": {"bytes": content, "path": None}, "text": None}]
+        parts += [{"type": "text", "text": "?", "image": None}]
+        answer = [{"type": "text", "text": "b", "image": None}]
+        turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        features = datasets.Features({"messages": [message]})
+        table = datasets.Dataset.from_dict({"messages": [turns]}, features=features)
+        if source == "saved":  # with a column of images instead
+            rows = {"messages": [places["messages"]], "images": [[{"bytes": content, "path": None}]]}
+            rows["messages"][0][1]["content"] = [text("b")]
+            features = datasets.Features(
+                {
+                    "messages": [
+                        {"role": datasets.Value("string"), "content": [{**part, "image": datasets.Value("null")}]}
+                    ],
+                    "images": datasets.List(datasets.Image()),
+                }
+            )
+            table = datasets.Dataset.from_dict(rows, features=features)
+        path = tmp_path / ("other.parquet" if source == "parquet" else "other")
+        (table.to_parquet if source == "parquet" else table.save_to_disk)(str(path))
+    found = _batch(vision_config(model, path, tmp_path), [0])
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({**chat("a", "b"), "images": "x.png"}, "images of the type str; expected a list. Use the key image"),
+        ({**chat([{"type": "image"}], "b"), "images": ["a", "b"]}, "2 images in images or image, and 1 places"),
+        (chat([{"type": "image"}], "b"), "0 images in images or image, and 1 places"),
+        (
+            chat([{"type": "video", "video": "x"}], "b"),
+            "message 0 has a part of the type video; expected text or image",
+        ),
+        (chat([{"type": "image", "url": "https://a.invalid/x.png"}], "b"), "is a URL; expected a file"),
+        (chat([{"type": "image", "image": "data:image/png;base64,???"}], "b"), "is not base64"),
+        (chat([{"type": "image", "image": {"bytes": None, "path": None}}], "b"), "without bytes or path"),
+        ({**chat("a<image>", "b"), "images": []}, "1 placeholders '<image>' for 0 images"),
+    ],
+)
+def test_a_bad_sample_is_named(sample: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "chats.jsonl", [chat("a", "b"), sample])
+    with pytest.raises(UserError, match=rf"chats\.jsonl, line 2: .*{message}"):
+        _batch(vision_config(model, file, tmp_path), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mesh": {"pipeline_parallel": 2}},
+            "mesh.pipeline_parallel = 2, but job = vision .*tensor_parallel; expected 1",
+        ),
+        ({"mesh": {"context_parallel_shard": 2}}, "mesh.context_parallel_shard = 2"),
+        ({"mesh": {"expert_parallel": 2}}, "mesh.expert_parallel = 2"),
+        ({"dataset": {"files": ["x"], "packing": True}}, "dataset.packing = true, but job = vision"),
+        ({"dataset": {"files": ["x"], "text_pairs": "joined"}}, "text_pairs = joined, but job = vision; expected chat"),
+        ({"job": "sft", "dataset": {"files": ["x"], "broken_images": "drop"}}, "broken_images is set, but job = sft"),
+    ],
+)
+def test_a_setting_without_meaning_is_an_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=message):
+        vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path, **changes)
+
+
+def test_a_new_model_is_an_error(tmp_path: Path) -> None:
+    values = vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path).model_dump(exclude_unset=True)
+    with pytest.raises(ValidationError, match=r"job = vision needs model\.folder"):
+        TextJobConfig.model_validate({**values, "model": {"family": "qwen2_5_vl"}})
+
+
+def test_a_folder_without_images_is_an_error(model: Path, file: Path, tmp_path: Path) -> None:
+    transformers: Any = import_module("transformers")
+
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    language = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    language.save_pretrained(tmp_path / "llama")
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "llama")
+    with pytest.raises(
+        UserError, match=r"llama: transformers cannot read its processor: .*Expected the files of a processor"
+    ):
+        text_trainer(vision_config(tmp_path / "llama", file, tmp_path))
+    transformers.AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "llama")
+    with pytest.raises(UserError, match="is a llama, which takes no images; expected a model that AutoModelForImage"):
+        text_trainer(vision_config(tmp_path / "llama", file, tmp_path))
+
+
+def test_the_collator_can_be_sent_to_a_worker(model: Path, file: Path, tmp_path: Path) -> None:
+    data = image_chats(vision_config(model, file, tmp_path), print)
+    stream = data.training(seed=0)
+    copy: Any = pickle.loads(pickle.dumps((stream, data.collate)))  # noqa: S301 - written here
+    for one, other in zip(*([c[1]([c[0].read(2)]).items() for c in ((stream, data.collate), copy)]), strict=True):
+        assert one[0] == other[0]
+        assert one[1].equal(other[1])
+
+
+def test_a_job_in_workers_resumes_on_another_mesh_and_exports_its_processor(
+    model: Path, file: Path, tmp_path: Path
+) -> None:
+    """The rest of the run is on two ranks, of which one has no image in the second step."""
+    transformers: Any = import_module("transformers")
+
+    whole = _train(vision_config(model, file, tmp_path / "whole"))
+    options: dict[str, Any] = {"data": {"shuffle": False, "num_workers": 1}, "checkpoint": {"every": 1}}
+    _train(vision_config(model, file, tmp_path, steps=1, **options))
+    options["data"]["num_workers"] = 0
+    rest = vision_config(model, file, tmp_path, mesh={"data_parallel_shard": 2}, **options)
+    run_ranks(_train, rest, world_size=2)
+    assert _losses(tmp_path / "vision") == pytest.approx(_losses(whole), rel=1e-5)
+    export = tmp_path / "vision" / "export"
+    messages = [{"role": "user", "content": [{**image(0), "image": str(file.parent / "images/0.png")}, text("?")]}]
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+    inputs, before = (
+        transformers.AutoProcessor.from_pretrained(each).apply_chat_template(messages, **options)
+        for each in (export, model)
+    )
+    assert inputs["pixel_values"].equal(before["pixel_values"])
+    trained: Any = transformers.AutoModelForImageTextToText.from_pretrained(export)
+    other: Any = transformers.AutoModelForImageTextToText.from_pretrained(whole / "export")
+    torch.testing.assert_close(trained(**inputs).logits, other(**inputs).logits, rtol=1e-4, atol=1e-4)
+    assert trained.generate(**inputs, max_new_tokens=2).shape[0] == 1
+
+
+def test_parts_are_frozen_adapted_or_trained_in_full_and_have_learning_rates(
+    model: Path, file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("d9d_peft")
+    adapter = {"target": r"language_model.*_proj$", "full": r"visual\.merger", "rank": 2, "alpha": 4.0}
+    optimizer = {"kind": "sgd", "learning_rate": 0.5, "momentum": 0.0, "weight_decay": 0.0}
+    halved = {**optimizer, "groups": [{"pattern": r"visual\.merger", "learning_rate": 0.25}]}
+    runs = {
+        "adapted": {"adapter": adapter},
+        "frozen": {"freeze": [r"visual\.blocks"]},
+        "halved": {"freeze": [r"visual\.blocks"], "optimizer": halved},
+    }
+    before = load_file(model / "model.safetensors")
+    changes: dict[str, dict[str, torch.Tensor]] = {}
+    for name, options in runs.items():
+        run = _train(vision_config(model, file, tmp_path / name, steps=1, **options))
+        after = load_file(run / "export" / "model.safetensors")
+        found = {key: after[key].double() - value.double() for key, value in before.items()}
+        changes[name] = {key: value for key, value in found.items() if value.any()}
+    merger = {name for name in before if "visual.merger" in name}
+    projections = {name for name in before if "visual" not in name and name.endswith("_proj.weight")}
+    assert changes["adapted"].keys() == merger | projections
+    assert changes["frozen"].keys() == {name for name in before if "visual.blocks" not in name}
+    for name, change in changes["frozen"].items():
+        expected = change / 2 if name in merger else change
+        torch.testing.assert_close(changes["halved"][name], expected, rtol=1e-3, atol=1e-7)
+    with pytest.raises(UserError, match=r"adapter\.full = 'nothing' matches no parameter"):
+        _train(vision_config(model, file, tmp_path / "none", adapter={**adapter, "full": "nothing"}))
+
+
+def test_prompts_and_held_out_chats(model: Path, file: Path, tmp_path: Path) -> None:
+    data = {"files": [file], "length": 160, "held_out": 0.25}
+    run = _train(vision_config(model, file, tmp_path, dataset=data, prompts=["hi"], steps=1))
+    (loss,) = _losses(run, "evaluation_loss")
+    assert 0 < loss < 20
+
+
+def test_a_message_with_a_mark_in_a_text_without_images_is_a_text() -> None:
+    found = read_image_chat(chat("write <image>", "b"))
+    assert found.images == []
+    assert found.conversation.messages[0]["content"] == [text("write <image>")]
+
+
+def test_the_starter_names_its_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_starter("vision", tmp_path)
+    with pytest.raises(SystemExit), cli_main():
+        text_trainer(TextJobConfig.from_cli(str(path), arguments=[]))
+    assert "model.folder = Qwen2.5-VL-3B does not exist" in capsys.readouterr().err

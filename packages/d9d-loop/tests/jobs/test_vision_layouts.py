@@ -1,0 +1,76 @@
+"""Vision-language models in layouts, compared with plain loops of `transformers` in float64."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vision_cases import CHATS, FAMILIES, plain_training, save_chats, save_model, vision_config
+
+from d9d_dist.testing import run_ranks
+from d9d_loop import Trainer, hugging_face_model
+from d9d_loop.jobs.text_tasks import NextToken
+from d9d_loop.jobs.vision_data import image_chats
+from d9d_metrics import read_metrics
+
+MESHES: dict[str, dict[str, int]] = {
+    "one": {},
+    "replicas": {"data_parallel_replicate": 2},
+    "fsdp": {"data_parallel_shard": 2},
+    "tensor": {"tensor_parallel": 2},
+    "hsdp": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "fsdp x tensor": {"data_parallel_shard": 2, "tensor_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("released")
+    return {"root": root, "file": save_chats(root, CHATS), "plain": {}}
+
+
+def _plain(released: dict[str, Any], family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    if family not in released["plain"]:
+        model = save_model(family, released["root"] / family)
+        released["plain"][family] = plain_training(model, released["file"], CHATS)
+    return released["plain"][family]
+
+
+def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> None:
+    transformers: Any = import_module("transformers")
+
+    options: dict[str, Any] = {"dtype": torch.float64, "tp_plan": "auto" if "tensor_parallel" in mesh else None}
+    config = vision_config(model, file, runs, mesh=mesh)
+    built = hugging_face_model(model, transformers.AutoModelForImageTextToText, **options)
+    Trainer(config, model=built, data=image_chats(config, print), task=NextToken(counts_skipped=True)).train()
+
+
+@pytest.mark.sample("one-qwen2_5_vl", "one-gemma3", "one-idefics3", "one-llava_onevision", "fsdp-qwen2_5_vl")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_and_parameters_equal_those_of_a_plain_loop(
+    mesh: str, family: str, released: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers: Any = import_module("transformers")
+
+    losses, parameters = _plain(released, family)
+    degrees = MESHES[mesh]
+    size = 1
+    for degree in degrees.values():
+        size *= degree
+    arguments = (released["root"] / family, released["file"], tmp_path, degrees)
+    if size == 1:
+        _train(*arguments)
+    else:
+        run_ranks(_train, *arguments, world_size=size)
+    found = [each["loss"] for each in read_metrics(tmp_path / "vision" / "metrics.jsonl") if "loss" in each]
+    assert found == pytest.approx(losses, rel=1e-9)
+    export: Any = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "vision" / "export", dtype="auto")
+    trained = dict(export.state_dict())
+    assert trained.keys() == parameters.keys()
+    # Ranks of tensor parallelism sum gradients that the norms of Gemma round to float32.
+    is_rounded = family == "gemma3" and "tensor_parallel" in degrees
+    bounds: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-8} if is_rounded else {"rtol": 1e-8, "atol": 1e-10}
+    for name, expected in parameters.items():
+        torch.testing.assert_close(trained[name], expected, **bounds, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,298 @@
+"""Small folders of vision-language models of `transformers` with their processors, and files of chats with images."""
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from d9d_loop.jobs import TextJobConfig
+
+if any(find_spec(name) is None for name in ("numpy", "PIL", "torchvision", "transformers")):
+    pytest.skip("images need numpy, pillow, torchvision and transformers", allow_module_level=True)
+
+SPECIAL = (
+    *("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<image>", "<video>", "<start>", "<stop>", "<boi>", "<eoi>"),
+    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+)
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "vocab_size": 280,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": 257,
+}
+TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "patch_size": 4}
+SIGLIP = {**TOWER, "num_hidden_layers": 2, "image_size": 16, "vision_use_head": False}
+PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32]]
+SIZES = ((20, 33), (40, 16), (64, 16), (24, 24), (33, 20))
+"""Width and height of the images."""
+
+
+def _tokenizer(**named: str) -> Any:
+    transformers: Any = import_module("transformers")
+
+    letters = {each: number for number, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    # Merges of newlines: the text around a placeholder joins with what replaces the placeholder.
+    backend = Tokenizer(models.BPE(vocab={**letters, "ĊĊ": 256, "ĊĊĊ": 257}, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    special = {"eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=named, **special)
+
+
+def _ids(tokenizer: Any, names: dict[str, str]) -> dict[str, Any]:
+    return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
+
+
+def _text(tokenizer: Any) -> dict[str, Any]:
+    return {
+        **TEXT,
+        **_ids(tokenizer, {"eos_token_id": "<|end|>", "pad_token_id": "<|pad|>"}),
+        "vocab_size": len(tokenizer),
+    }
+
+
+def _qwen() -> tuple[Any, Any]:
+    transformers: Any = import_module("transformers")
+    tokenizer = _tokenizer(image_token="<image>", video_token="<video>")  # noqa: S106
+    patches = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    images = transformers.Qwen2VLImageProcessor(**patches, size={"shortest_edge": 64, "longest_edge": 1024})
+    template = TEMPLATE.replace("IMAGE", "<start><image><stop>")
+    videos = transformers.Qwen2VLVideoProcessor(**patches)
+    processor = transformers.Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=template)
+    rope = {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}
+    tower: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "depth": 2,
+        "out_hidden_size": 16,
+    }
+    tower |= {"patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**_text(tokenizer), "rope_parameters": rope},
+        vision_config=tower,
+        **_ids(tokenizer, {"image_token_id": "<image>", "video_token_id": "<video>"}),
+        **_ids(tokenizer, {"vision_start_token_id": "<start>", "vision_end_token_id": "<stop>"}),
+    )
+    return processor, transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _gemma() -> tuple[Any, Any]:
+    transformers: Any = import_module("transformers")
+
+    tokenizer = _tokenizer(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")  # noqa: S106
+    images = transformers.Gemma3ImageProcessor(size={"height": 16, "width": 16})
+    template = TEMPLATE.replace("IMAGE", "<boi>")
+    processor = transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    config = transformers.Gemma3Config(
+        text_config={**_text(tokenizer), "query_pre_attn_scalar": 4, "sliding_window": 16},
+        vision_config=SIGLIP,
+        mm_tokens_per_image=4,
+        **_ids(tokenizer, {"image_token_index": "<image>", "boi_token_index": "<boi>", "eoi_token_index": "<eoi>"}),
+    )
+    return processor, transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _idefics() -> tuple[Any, Any]:
+    transformers: Any = import_module("transformers")
+
+    tokenizer = _tokenizer(image_token="<image>")  # noqa: S106
+    edges = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    images = transformers.Idefics3ImageProcessor(**edges)
+    template = TEMPLATE.replace("IMAGE", "<image>")
+    processor = transformers.Idefics3Processor(images, tokenizer, chat_template=template, image_seq_len=4)
+    text = _text(tokenizer)
+    config = transformers.Idefics3Config(
+        text_config={**text, "model_type": "llama"},
+        vision_config={key: value for key, value in SIGLIP.items() if key != "vision_use_head"},
+        scale_factor=2,
+        pad_token_id=text["pad_token_id"],
+        **_ids(tokenizer, {"image_token_id": "<image>"}),
+    )
+    return processor, transformers.Idefics3ForConditionalGeneration(config)
+
+
+def _llava() -> tuple[Any, Any]:
+    transformers: Any = import_module("transformers")
+
+    tokenizer = _tokenizer(image_token="<image>", video_token="<video>")  # noqa: S106
+    images = transformers.LlavaOnevisionImageProcessor(size={"height": 16, "width": 16}, image_grid_pinpoints=PINPOINTS)
+    processor = transformers.LlavaOnevisionProcessor(
+        images,
+        tokenizer,
+        transformers.LlavaOnevisionVideoProcessor(),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
+    )
+    config = transformers.LlavaOnevisionConfig(
+        text_config={**_text(tokenizer), "model_type": "qwen2"},
+        vision_config={**SIGLIP, "model_type": "siglip_vision_model"},
+        image_grid_pinpoints=PINPOINTS,
+        vision_feature_layer=-1,
+        **_ids(tokenizer, {"image_token_id": "<image>", "video_token_id": "<video>"}),
+    )
+    return processor, transformers.LlavaOnevisionForConditionalGeneration(config)
+
+
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "qwen2_5_vl": _qwen,
+    "gemma3": _gemma,
+    "idefics3": _idefics,
+    "llava_onevision": _llava,
+}
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """Save a model of a family with its processor. No parameter is 0 or 1."""
+    torch.manual_seed(0)
+    processor, model = FAMILIES[family]()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def save_images(folder: Path) -> list[Path]:
+    """Save images of different sizes, whose pixels are random."""
+    numpy, pillow = import_module("numpy"), import_module("PIL.Image")
+    paths = []
+    for number, (width, height) in enumerate(SIZES):
+        pixels = numpy.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=numpy.uint8)
+        folder.mkdir(exist_ok=True, parents=True)
+        paths.append(folder / f"{number}.png")
+        pillow.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+def image(number: int) -> dict[str, str]:
+    """Return a part with an image, as a file of samples has it."""
+    return {"type": "image", "image": f"images/{number}.png"}
+
+
+def text(words: str) -> dict[str, str]:
+    """Return a part with a text."""
+    return {"type": "text", "text": words}
+
+
+def chat(*turns: Any) -> dict[str, Any]:
+    """Return a sample: turns of the user and of the assistant in turn."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[number % 2], "content": turn} for number, turn in enumerate(turns)]}
+
+
+CHATS = [
+    chat([image(0), text("what is it?")], "a cat"),
+    chat("no image here\n\n", [text("none\n")]),
+    chat([text("first\n"), image(1), text("\nthen"), image(2)], "two of them", "and?", "that is all"),
+    chat([text("look"), image(3)], "\n\nyes", [image(4), text("this one?")], "no"),
+    chat([image(4), text("a")], "b"),
+    chat("only text", "an answer that is longer than the others"),
+    chat([image(2), image(0), text("which?")], "the left one"),
+    chat("more text", "more answer"),
+]
+"""Eight chats. Of the second four, those of the second of two ranks have no image."""
+
+
+def save_chats(folder: Path, chats: list[dict[str, Any]]) -> Path:
+    """Save chats to `chats.jsonl`, with the images beside it."""
+    save_images(folder / "images")
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in chats))
+    return path
+
+
+def vision_config(model: Path, file: Path, runs: Path, **more: Any) -> TextJobConfig:
+    """Return the configuration of a job of two steps of four samples, with SGD, in the order of the file."""
+    values: dict[str, Any] = {
+        "job": "vision",
+        "steps": 2,
+        "model": {"folder": model},
+        "dataset": {"files": [file], "length": 160},
+        "run": {"folder": runs, "name": "vision"},
+        "batch": {"global_size": 4, "microbatch_size": 1},
+        "data": {"shuffle": False},
+        "optimizer": {"kind": "sgd", "learning_rate": 0.5, "momentum": 0.0, "weight_decay": 0.0},
+        "gradients": {"max_norm": None},
+        "lr_schedule": {"kind": "transformers", "name": "constant"},
+        "logging": {"every": 1, "progress": False},
+        "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},
+    }
+    return TextJobConfig.model_validate({**values, **more})
+
+
+def plain_inputs(processor: Any, sample: dict[str, Any], folder: Path) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the inputs of the model for one chat, and its labels, which are not shifted, by `transformers` alone.
+
+    The labels are the tokens of each answer with its end token, which the ids of the roles enclose.
+    """
+    messages = [
+        {**each, "content": [text(each["content"])] if isinstance(each["content"], str) else each["content"]}
+        for each in sample["messages"]
+    ]
+    for message in messages:
+        message["content"] = [
+            {**part, "image": str(folder / part["image"])} if part["type"] == "image" else part
+            for part in message["content"]
+        ]
+    options = {"add_special_tokens": False, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, processor_kwargs=options)
+    start, end, space = (
+        processor.tokenizer.convert_tokens_to_ids(each) for each in ("<|assistant|>", "<|end|>", "<image>")
+    )
+    labels, is_answer = [], False
+    for token in inputs["input_ids"][0].tolist():
+        labels.append(token if is_answer and token != space else -100)
+        is_answer = (is_answer or token == start) and token != end
+    return dict(inputs), torch.tensor([labels])
+
+
+def plain_training(
+    model: Path, file: Path, chats: list[dict[str, Any]], *, steps: int = 2, rate: float = 0.5
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return losses and parameters of a plain loop in float64: steps of four samples, each in a forward of its own.
+
+    Gradients are divided after backward, as in jobs: norms of `transformers` round them to float32.
+    """
+    transformers: Any = import_module("transformers")
+
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    found: Any = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64).train()
+    losses = []
+    for step in range(steps):
+        batch = [plain_inputs(processor, each, file.parent) for each in chats[4 * step : 4 * step + 4]]
+        count, total = sum(int((labels != -100).sum()) for _, labels in batch), 0.0
+        for inputs, labels in batch:
+            logits = found(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+            loss.backward()
+            total += loss.item() / count
+        with torch.no_grad():
+            for each in found.parameters():
+                if each.grad is not None:
+                    each.sub_(each.grad, alpha=rate / count)
+                each.grad = None
+        losses.append(total)
+    return losses, {name: each.detach() for name, each in found.state_dict().items()}
