@@ -274,7 +274,7 @@ class _WithItsPlan(ModelProvider):
         return self._animal.module()
 
     def parallelize(self, model: Any, ctx: DistributedContext) -> None:
-        hugging_face_model(model.config, type(model), tp_plan="auto").parallelize(model, ctx)
+        hugging_face_model(model.config, type(model)).parallelize(model, ctx)
 
 
 class _InStages(ModelProvider):
@@ -334,7 +334,7 @@ def context_differences(
                 continue
             try:
                 model: Any = _built(animal)
-                provider = hugging_face_model(model.config, type(model), tp_plan="auto")
+                provider = hugging_face_model(model.config, type(model))
                 provider.parallelize(model, ctx)
                 with _float64_by_default(), _AllFloat64():
                     actual = _two_losses(model, batch, ctx)

@@ -102,7 +102,7 @@ def _train(folder: str, mesh: Mapping[str, int], task: type[Task]) -> dict[str, 
     }
     trainer = Trainer(
         validate_config(TrainerConfig, values),
-        model=hugging_face_model(Path(folder) / "model", dtype=torch.float64, tp_plan="auto"),
+        model=hugging_face_model(Path(folder) / "model", dtype=torch.float64),
         data=_samples(),
         task=task(),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),

@@ -94,9 +94,7 @@ def _train(folder: str, name: str, mesh: Mapping[str, int], pipeline: Mapping[st
     run = {"run": {"folder": str(Path(folder) / "run")}, "pipeline": {"schedule": pipeline}}
     trainer = Trainer(
         validate_config(TrainerConfig, {**_QUIET, **values, **run}),
-        model=hugging_face_model(
-            Path(folder) / "model", dtype=torch.float64, experts_implementation="eager", tp_plan="auto"
-        ),
+        model=hugging_face_model(Path(folder) / "model", dtype=torch.float64, experts_implementation="eager"),
         data=CASES[name].samples(_NUM_SAMPLES),
         task=_Squares(),
         optimizer=_sgd,

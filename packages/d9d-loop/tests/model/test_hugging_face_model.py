@@ -3,7 +3,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -101,9 +101,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**full_parameters(model), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
 
 
-def _train(
-    folder: str, name: str, mesh: dict[str, int], steps: int = 1, tp_plan: Literal["auto"] | None = None
-) -> dict[str, Any]:
+def _train(folder: str, name: str, mesh: dict[str, int], steps: int = 1) -> dict[str, Any]:
     """Train; return the initial values, the results of the last step, and the final values."""
     seen: dict[str, Any] = {}
 
@@ -112,9 +110,7 @@ def _train(
 
     trainer = Trainer(
         _config(Path(folder), mesh, steps=steps),
-        model=hugging_face_model(
-            Path(folder) / "model", dtype=torch.float64, experts_implementation="eager", tp_plan=tp_plan
-        ),
+        model=hugging_face_model(Path(folder) / "model", dtype=torch.float64, experts_implementation="eager"),
         data=_samples(name),
         task=_Squares(),
     )
@@ -160,10 +156,7 @@ def test_a_folder_trains_as_the_model_of_from_pretrained(tmp_path: Path, name: s
     assert bool(config.base_model_tp_plan) == (name not in _WITHOUT_TENSOR_PLAN)
     folder = CASES[name].save(tmp_path / "model")
     if _MESHES[mesh]:
-        tp_plan = "auto" if "tensor" in mesh else None
-        seen, *_ = run_ranks(
-            _train, str(tmp_path), name, _MESHES[mesh], 1, tp_plan, world_size=prod(_MESHES[mesh].values())
-        )
+        seen, *_ = run_ranks(_train, str(tmp_path), name, _MESHES[mesh], world_size=prod(_MESHES[mesh].values()))
     else:
         seen = _train(str(tmp_path), name, {})
     model = _load(name, folder)
@@ -377,9 +370,9 @@ def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
         hugging_face_model("folder")
 
 
-def _refusal(folder: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None) -> str:
+def _refusal(folder: str, mesh: dict[str, int]) -> str:
     with MeshConfig(**mesh).build() as ctx:
-        provider = hugging_face_model(folder, tp_plan=tp_plan)
+        provider = hugging_face_model(folder)
         model = provider.build(StageInfo()).to_empty(device="meta")
         with pytest.raises(UserError) as caught:
             provider.parallelize(model, ctx)
@@ -387,40 +380,29 @@ def _refusal(folder: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None)
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "tp_plan", "message"),
+    ("name", "mesh", "message"),
     [
         (
             "gpt2",
             {"context_parallel_shard": 2},
-            None,
             "GPT2LMHeadModel cannot be split over context-parallel ranks: in transformer, a part of each row fails",
-        ),
-        (
-            "llama",
-            {"tensor_parallel": 2},
-            None,
-            'mesh.tensor_parallel = 2, and hugging_face_model has no tp_plan; expected 1. Set tp_plan="auto" to shard',
         ),
         (
             "bert",
             {"tensor_parallel": 2},
-            "auto",
             "mesh.tensor_parallel = 2, but BertForMaskedLM has no tensor-parallel plan; expected 1. Shard the",
         ),
         (
             "llama",
             {"tensor_parallel": 4},
-            "auto",
             "the tp degree = 4 does not divide dim 0 of model.layers.0.self_attn.k_proj.weight, which is 2 blocks of",
         ),
     ],
-    ids=["context", "no plan chosen", "no plan carried", "heads"],
+    ids=["context", "no plan", "heads"],
 )
-def test_axes_without_a_plan_are_refused(
-    tmp_path: Path, name: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None, message: str
-) -> None:
+def test_axes_without_a_plan_are_refused(tmp_path: Path, name: str, mesh: dict[str, int], message: str) -> None:
     folder = str(CASES[name].save(tmp_path))
-    for refusal in run_ranks(_refusal, folder, mesh, tp_plan, world_size=prod(mesh.values())):
+    for refusal in run_ranks(_refusal, folder, mesh, world_size=prod(mesh.values())):
         assert refusal.startswith(message)
 
 

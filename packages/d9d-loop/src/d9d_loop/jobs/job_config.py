@@ -57,9 +57,6 @@ class LanguageModelConfig(Section):
         description="Dtype of the parameters and of the export. Null: parameters are float32, and each exported tensor "
         "has its dtype in the folder. bfloat16 rounds updates, but halves the memory of a frozen base.",
     )
-    tensor_parallel_plan: Literal["auto"] | None = Field(
-        default=None, description="auto: shard the model over mesh.tensor_parallel by its own tensor-parallel plan."
-    )
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -244,12 +241,12 @@ class TextJobConfig(JobFileConfig):
         if self.job not in PACKED_JOBS:
             raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")
         model = self.model
-        unused = [f"model.{name}" for name in ("dtype", "tensor_parallel_plan") if getattr(model, name) is not None]
+        unused = [] if model.dtype is None else ["model.dtype"]
         unused += [] if model.folder is None else [f"model.{name}" for name in model.entries]
         if unused:
             raise ValueError(
                 f"{unused[0]} applies to models of transformers, but dataset.packing = true uses d9d's own model of "
-                "the family; expected no dtype, tensor_parallel_plan or changes to the folder's config.json. Remove "
+                "the family; expected no dtype and no changes to the folder's config.json. Remove "
                 f"{unused[0]}"
             )
         return self

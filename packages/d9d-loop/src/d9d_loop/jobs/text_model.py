@@ -59,7 +59,6 @@ def transformers_model(
     options: dict[str, Any] = {
         "dtype": getattr(torch, chosen.dtype or "float32"),
         "keep_dtypes": chosen.dtype is None,
-        "tp_plan": chosen.tensor_parallel_plan,
     }
     if chosen.folder is None:
         return hugging_face_model(found, auto, **options)

@@ -41,12 +41,12 @@ def hugging_face_model(
     keep_dtypes: bool = False,
     precision: Precision | Literal["job"] | None = "job",
     from_scratch: bool = False,
-    tp_plan: Literal["auto"] | None = None,
     **config_changes: Any,
 ) -> ModelProvider:
     """Return a provider of a `transformers` model with the weights of a folder, or with the model's initialization.
 
-    A decoder is split into the stages of `mesh.pipeline_parallel` at its list of blocks.
+    The mesh decides the layout: `mesh.tensor_parallel` splits the layers that the model's own plan (`model.tp_plan`)
+    names, and `mesh.pipeline_parallel` splits a decoder into stages at its list of blocks.
 
     From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
     buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block listed in the
@@ -68,7 +68,6 @@ def hugging_face_model(
         keep_dtypes: If True, export each tensor in its dtype in the folder, whatever `dtype` is.
         precision: Dtypes of computation and reduction, as in `parallelize_hsdp`; "job" for those of the configuration.
         from_scratch: Read only the configuration from the folder, not the weights.
-        tp_plan: "auto" to split the model over `mesh.tensor_parallel` by its own plan (`model.tp_plan`).
         config_changes: Configuration values to override, such as `num_labels=3` or `attn_implementation="eager"`.
 
     Raises:
@@ -105,7 +104,6 @@ def hugging_face_model(
         dtype=dtype,
         keep_dtypes=keep_dtypes,
         precision=precision,
-        tp_plan=tp_plan,
     )
 
 
@@ -123,7 +121,6 @@ class _HuggingFaceModel(ModelProvider):
     dtype: torch.dtype | None
     keep_dtypes: bool
     precision: Precision | Literal["job"] | None
-    tp_plan: Literal["auto"] | None
     built_config: JsonValue = None
     mappers: dict[Path, StateMapper] = field(default_factory=dict)
     new_parameters: frozenset[str] = frozenset()
@@ -149,7 +146,6 @@ class _HuggingFaceModel(ModelProvider):
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        self._refuse_axes(type(model).__name__, ctx)
         rows = ctx.mesh_for("batch")["cp"]
         if rows.size() > 1:
             split_rows(model, self.trace.model if self.trace else model, rows)
@@ -197,14 +193,6 @@ class _HuggingFaceModel(ModelProvider):
 
     def export_files(self) -> Mapping[str, JsonValue]:
         return {"config.json": self.built_config}
-
-    def _refuse_axes(self, name: str, ctx: DistributedContext) -> None:
-        tensor = ctx.size("dense", "tp")
-        if tensor > 1 and self.tp_plan is None:
-            raise UserError(
-                f"mesh.tensor_parallel = {tensor}, and hugging_face_model has no tp_plan; expected 1. Set "
-                f'tp_plan="auto" to shard {name} by its own plan, or shard with mesh.data_parallel_shard.'
-            )
 
     def _build_whole(self) -> Any:
         before = torch.get_default_dtype()
