@@ -8,8 +8,8 @@ from zoo_jobs import context_differences
 
 from d9d_dist.testing import run_ranks
 
-_SAMPLE = ("gemma3_text", "gpt_oss")
-"""Full and sliding masks, with the norms of Gemma; sinks and experts."""
+_SAMPLE = ("gemma3_text", "gpt_oss", "mamba", "gptj")
+"""Full and sliding masks, with the norms of Gemma; sinks and experts; modules that compute whole rows."""
 _CHUNK = 10
 
 
@@ -53,7 +53,7 @@ def test_context_parallelism_composes(axis: str) -> None:
     assert run_ranks(context_differences, names, mesh, world_size=4)[0] == {}
 
 
-@pytest.mark.parametrize("bug", ["masks", "rotary tables"])
+@pytest.mark.parametrize("bug", ["masks", "rotary tables", "gradients"])
 def test_a_mutant_is_found(bug: str) -> None:
     [found, _] = run_ranks(
         context_differences, ["contexts:gemma3_text"], {"context_parallel_shard": 2}, bug, world_size=2

@@ -378,7 +378,14 @@ def _two_losses(model: Any, batch: Batch, ctx: DistributedContext | None) -> dic
 
 @contextmanager
 def context_mutant(name: str | None) -> Generator[None]:
-    """Apply a bug: masks or rotary tables of local positions."""
+    """Apply a bug: masks or rotary tables of local positions, or gathered rows whose gradients are not summed."""
+    if name == "gradients":
+        join = ContextSplit.join
+        with mock.patch.object(
+            ContextSplit, "join", lambda self, tree, dim=1, gradient="equal": join(self, tree, dim=dim)
+        ):
+            yield
+        return
     part = _Parts._part
 
     def local(self: Any, tensor: Tensor, dim: int) -> Tensor:

@@ -146,15 +146,10 @@ def _tiny(kind: str, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("Mamba", {}, "MambaForCausalLM cannot be split over context-parallel ranks: in backbone.layers.0.mixer, "),
-        (
-            "Bloom",
-            {},
-            "BloomForCausalLM cannot be split over context-parallel ranks: in transformer.h.0.self_attention",
-        ),
+        ("XLNet", {"d_head": 8}, "XLNetLMHeadModel cannot be split over context-parallel ranks: in transformer, a block receives"),
         ("Mixtral", {"output_router_logits": True}, "MixtralForCausalLM cannot be split over context-parallel ranks: "),
     ],
-    ids=["recurrent", "own attention", "router losses"],
+    ids=["permutations", "router losses"],
 )
 def test_code_that_combines_positions_is_an_error_that_names_its_module(
     kind: str, more: dict[str, Any], message: str
@@ -163,6 +158,21 @@ def test_code_that_combines_positions_is_an_error_that_names_its_module(
         trace_context(_tiny(kind, **more))
     assert str(caught.value).startswith(message)
     assert "Set mesh.context_parallel_shard to 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [
+        ("Mamba", {"backbone.layers.0.mixer": {(): 1}, "backbone.layers.1.mixer": {(): 1}}),
+        ("Bloom", {f"transformer.h.{index}.self_attention": {(0,): 1, (1,): 2} for index in (0, 1)}),
+        ("GPT2", {"transformer": {("last_hidden_state",): 1}}),
+    ],
+    ids=["recurrent", "own attention", "behind the blocks"],
+)
+def test_modules_that_combine_positions_compute_whole_rows(kind: str, whole: dict[str, Any]) -> None:
+    trace = trace_context(_tiny(kind))
+    assert {name: rows.outputs for name, rows in trace.whole.items()} == whole
+    assert all(rows.reason and rows.inputs for rows in trace.whole.values())
 
 
 def test_experts_and_windows_are_split() -> None:

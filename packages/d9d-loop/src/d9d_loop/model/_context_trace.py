@@ -2,16 +2,19 @@
 
 The code before the first block runs on whole rows. At the first block the hidden states are split, and from there on a
 tensor that depends on them is *local*: it has this rank's positions. Only calls of the attention interface may combine
-local positions. The length of the trace is a prime that divides no size of the model, so that the sizes of a tensor
-show which of its dims hold positions.
+local positions. A module of a block with code that does, such as a recurrent mixer, computes whole rows on each rank.
+The length of the trace is a prime that divides no size of the model, so that the sizes of a tensor show which of its
+dims hold positions.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +31,33 @@ _MATMULS = {"mm": 1, "bmm": 1, "mv": 1, "dot": 1, "addmm": 2, "addmv": 2, "baddb
 _ACTS_ON_POSITIONS = (
     "_to_copy", "_unsafe_view", "copy_", "fill_", "zero_", "masked_fill_", "lift_fresh", "lift_fresh_copy", "embedding",
     "repeat", "stack", "isin", "bucketize", "native_dropout", "bernoulli", "bernoulli_", "uniform_", "normal_",
-    "rand_like", "randn_like", "empty_like", "full_like", "zeros_like", "ones_like", "new_empty", "new_zeros",
-    "new_ones", "new_full", "new_empty_strided", "_assert_async",
+    "exponential_", "rand_like", "randn_like", "empty_like", "full_like", "zeros_like", "ones_like", "new_empty",
+    "new_zeros", "new_ones", "new_full", "new_empty_strided", "_assert_async",
 )  # fmt: skip
 """Operators without a dim argument whose result at a position depends on this position; see `_combines`."""
 
+_DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
 _CONSTANTS = frozenset(["empty", "zeros", "ones", "full", "scalar_tensor", "rand", "randn", "empty_strided"])
 """Operators without tensors as inputs, whose values are equal at all positions, or random."""
+
+
+Dims: TypeAlias = dict[Path, int | None]
+"""Dim of positions to split or to gather of each tensor in the arguments or the output of a module, by its path."""
+
+
+@final
+@dataclass(slots=True)
+class WholeRows:
+    """Module that computes whole rows, or modules: `inputs` are those of the first and `outputs` those of the last one.
+
+    Attributes:
+        reason: What its code does with positions.
+    """
+
+    reason: str
+    inputs: Dims = field(default_factory=dict)
+    outputs: Dims = field(default_factory=dict)
 
 
 @final
@@ -44,12 +67,14 @@ class ContextTrace:
 
     Attributes:
         blocks: Name of the module list of blocks.
+        whole: Modules of blocks that compute whole rows. A module around the blocks computes them behind the blocks.
         splits: For each block, paths of the arguments with whole rows, and the dim to split.
         attention: Names of modules that call the attention interface with local queries.
     """
 
     blocks: str
-    splits: list[dict[Path, int]] = field(default_factory=list)
+    whole: dict[str, WholeRows] = field(default_factory=dict)
+    splits: list[Dims] = field(default_factory=list)
     attention: set[str] = field(default_factory=set)
 
 
@@ -57,11 +82,40 @@ def trace_context(model: Any) -> ContextTrace:
     """Run a copy of a model on `meta` as one of two context-parallel ranks.
 
     Raises:
-        UserError: If code combines positions other than by the attention interface, or cannot run on `meta`.
+        UserError: If code outside of modules of blocks combines positions, or cannot run on `meta`.
     """
     _use_interface()
-    trace = ContextTrace(find_blocks(model, axis="mesh.context_parallel_shard")[1])
-    model = on_meta(model)
+    blocks, reasons = find_blocks(model, axis="mesh.context_parallel_shard")[1], dict[str, str]()
+    while True:
+        trace = ContextTrace(blocks, {name: WholeRows(reason) for name, reason in reasons.items()})
+        try:
+            _trace(on_meta(model), trace)
+        except _PositionsError as error:
+            reasons = _with_whole(model, trace, error)
+        else:
+            return trace
+
+
+def _with_whole(model: Any, trace: ContextTrace, error: "_PositionsError") -> dict[str, str]:
+    """Return the modules to compute on whole rows after an error, with reasons. Raise the error if there are none."""
+    name, reason = error.module, error.what
+    for each, rows in trace.whole.items():
+        if f"{name}.".startswith(f"{each}."):  # not enough
+            name, reason = each.rpartition(".")[0], rows.reason
+    if not name or name in trace.whole or re.fullmatch(rf"{re.escape(trace.blocks)}(\.\d+)?", name):
+        raise error
+    kept = {each: rows.reason for each, rows in trace.whole.items()}
+    if not name.startswith(f"{trace.blocks}."):
+        return kept | {name: reason}
+    inner = name.removeprefix(f"{trace.blocks}.").partition(".")[2]
+    same = [f"{trace.blocks}.{index}.{inner}" for index in range(len(model.get_submodule(trace.blocks)))]
+    modules, kind = dict(model.named_modules()), type(model.get_submodule(name))
+    names = [each for each in same if type(modules.get(each)) is kind]
+    kept = {each: why for each, why in kept.items() if not each.startswith(tuple(f"{other}." for other in names))}
+    return kept | dict.fromkeys(names, reason)
+
+
+def _trace(model: Any, trace: ContextTrace) -> None:
     for module in model.modules():
         if hasattr(config := getattr(module, "config", None), "_experts_implementation"):
             config._experts_implementation = "eager"  # the others sort tokens by their experts
@@ -69,7 +123,19 @@ def trace_context(model: Any) -> ContextTrace:
     length = next((each for each in _PRIMES if all(size % each for size in sizes)), None)
     assert length is not None, "each prime divides a size of the model"
     _Positions(model, trace, length).run()
-    return trace
+
+
+@final
+class _PositionsError(UserError):
+    """Code of a module that cannot act on a part of the positions."""
+
+    def __init__(self, kind: str, module: str, what: str) -> None:
+        super().__init__(
+            f"{kind} cannot be split over context-parallel ranks: in {module or 'its forward'}, {what}; expected "
+            "attention by the interface of transformers, and code that acts on single positions elsewhere. Set "
+            "mesh.context_parallel_shard to 1, and shard with mesh.data_parallel_shard."
+        )
+        self.module, self.what = module, what
 
 
 @final
@@ -88,15 +154,19 @@ class _Positions(TorchDispatchMode):
         self._combined: dict[int, UserError] = {}
         self._calls: list[str] = []
         self._is_split = False
+        around = [name for name in trace.whole if f"{trace.blocks}.".startswith(f"{name}.")]
+        self._behind = trace.whole[around[0]] if around else None
 
     def run(self) -> None:
         """Run the model on whole rows of twice the length."""
         for name, module in self._model.named_modules():
             vars(module)["context_attention"] = partial(self._attend, name)
             module.forward = partial(self._call, name, module.forward)
-        for index, block in enumerate(self._model.get_submodule(self._trace.blocks)):
+        for index, block in enumerate(blocks := self._model.get_submodule(self._trace.blocks)):
             self._trace.splits.append({})
             block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
+        if (behind := self._behind) is not None:
+            blocks[-1].register_forward_hook(lambda module, args, output: self._gather(output, behind.inputs))
         ids = torch.zeros(_BATCH, 2 * self._length, dtype=torch.int64, device="meta")
         takes_mask = "attention_mask" in signature(self._model.forward.args[1]).parameters
         inputs = {"input_ids": ids, "attention_mask": ids} if takes_mask else {"input_ids": ids}
@@ -107,12 +177,17 @@ class _Positions(TorchDispatchMode):
     def _call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._calls.append(name)
         try:
-            return forward(*args, **kwargs)
+            if (rows := self._trace.whole.get(name)) is None:
+                return forward(*args, **kwargs)
+            if rows is not self._behind:
+                args, kwargs = self._gather((args, kwargs), rows.inputs)
+            return self._split(forward(*args, **kwargs), rows.outputs)
         except _DataDependentError as error:
             # Experts select their tokens; each token is computed alone.
             if any(True for each in self._model.get_submodule(name).children() for _ in each.parameters()):
                 raise self._error("the size of a tensor depends on values of positions") from error
-            return self._as_local(next(tensor for _, tensor in tensors_in((args, kwargs))).shape, args)
+            first = next(tensor for _, tensor in tensors_in((args, kwargs)))
+            return self._as_local(first.shape, first) if self._is_local(first) else torch.empty_like(first)
         except UserError:
             raise
         except Exception as error:
@@ -125,14 +200,43 @@ class _Positions(TorchDispatchMode):
         call, splits = (args, kwargs), self._trace.splits[index]
         self._check(call)
         for path, tensor in list(tensors_in(call)):
-            if (dim := self._whole_dim(tensor)) is None:
+            splits[path] = dim = None if self._is_local(tensor) else self._whole_dim(tensor)
+            if dim is None:
                 continue
-            splits[path] = dim
             shape = [*tensor.shape]
             shape[dim] = self._length
             call = with_value(call, path, self._as_local(torch.Size(shape), tensor))
         self._is_split = True
         return call
+
+    def _gather(self, tree: Any, dims: Dims) -> Any:
+        """Return the arguments or the output of a module with whole rows, and record the dims of positions."""
+        self._check(tree)
+        for path, tensor in list(tensors_in(tree)):
+            dims[path] = None
+            if not self._is_local(tensor) or not self._has_positions(tensor):
+                continue
+            others = {*filter(self._is_length, tensor.shape)} - {self._length, 2 * self._length}
+            if tensor.shape.count(self._length) != 1 or others:
+                raise self._error(f"a tensor [{', '.join(map(str, tensor.shape))}] has unknown dims")
+            dims[path] = tensor.shape.index(self._length)
+            shape = [2 * size if size == self._length else size for size in tensor.shape]
+            tree = with_value(tree, path, torch.empty(shape, dtype=tensor.dtype))
+        return tree
+
+    def _split(self, tree: Any, dims: Dims) -> Any:
+        """Return the output of a module for this rank's positions, and record the dims of positions."""
+        for path, tensor in list(tensors_in(tree)):
+            found = [dim for dim, size in enumerate(tensor.shape) if size == 2 * self._length]
+            is_square = found == [tensor.dim() - 2, tensor.dim() - 1]  # queries and keys
+            if len(found) == 1 or is_square:
+                dims[path] = found[0]
+                shape = [size // 2 if dim == found[0] else size for dim, size in enumerate(tensor.shape)]
+                tree = with_value(tree, path, self._as_local(torch.Size(shape), tensor))
+            else:
+                self._local[tensor.untyped_storage()._cdata] = tensor
+                self._combined[tensor.untyped_storage()._cdata] = self._error("an output has values of whole rows")
+        return tree
 
     def _whole_dim(self, tensor: Tensor) -> int | None:
         """Return the dim of whole rows. A mask has two of them, and the last one is that of the keys."""
@@ -197,12 +301,7 @@ class _Positions(TorchDispatchMode):
         return size > 0 and size % self._length == 0
 
     def _error(self, what: str) -> UserError:
-        module = (self._calls and self._calls[-1]) or "its forward"
-        return UserError(
-            f"{type(self._model).__name__} cannot be split over context-parallel ranks: in {module}, {what}; expected "
-            "attention by the interface of transformers, and code that acts on single positions elsewhere. Set "
-            "mesh.context_parallel_shard to 1, and shard with mesh.data_parallel_shard."
-        )
+        return _PositionsError(type(self._model).__name__, self._calls[-1] if self._calls else "", what)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,7 +310,8 @@ class _Positions(TorchDispatchMode):
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         local = [tensor for tensor in given if self._is_local(tensor)]
         name = func._schema.name.partition("::")[2]
-        if local and {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}:
+        is_inner = local or any(self._trace.whole.get(each, self._behind) is not self._behind for each in self._calls)
+        if is_inner and _DATA_DEPENDENT & {*func.tags} and (name != "index" or _has_bool(args[1])):
             raise _DataDependentError
         result = func(*args, **kwargs)
         results = [tensor for _, tensor in tensors_in(result)]
@@ -227,7 +327,7 @@ class _Positions(TorchDispatchMode):
             schema = func._schema.arguments
             arguments = {each.name: each.default_value for each in schema if each.has_default_value()}
             arguments |= dict(zip((each.name for each in schema), args, strict=False)) | kwargs
-            kept = min(map(self._num_positions, results), default=len(schema))
+            kept = min((self._num_positions(each) for each in results if each.numel()), default=len(schema))
             if kept < max(map(self._num_positions, local)) or self._combines(func, name, arguments):
                 combined = [self._error(f"positions are combined ({name})")]
         for each in written if local or combined else ():
@@ -280,13 +380,19 @@ class _Positions(TorchDispatchMode):
         return not dims or any(dim is None or self._is_length(shape[dim]) for shape in shapes for dim in dims)
 
 
+def _has_bool(indices: Any) -> bool:
+    return any(each.dtype in (torch.bool, torch.uint8) for _, each in tensors_in(indices))
+
+
 def with_value(tree: Any, path: Path, value: Any) -> Any:
     """Return a copy of nested tuples, lists and dicts with another value at a path."""
     if not path:
         return value
     key, *rest = path
     if isinstance(tree, dict):
-        return {**tree, key: with_value(tree.get(key), tuple(rest), value)}
+        tree = copy(tree)  # of its class: the outputs of transformers are dicts with attributes
+        tree[key] = with_value(tree.get(key), tuple(rest), value)
+        return tree
     values = [with_value(each, tuple(rest), value) if place == key else each for place, each in enumerate(tree)]
     return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 

@@ -2,7 +2,8 @@
 
 The code before the first block runs on whole rows, with the token ids of all ranks: positions, masks, rotary tables and
 packed documents are those of one process. At the first block a rank takes its part of the rows. Attention gathers keys
-and values, and computes its rows of the mask with the model's own attention function.
+and values, and computes its rows of the mask with the model's own attention function. Modules of blocks that combine
+positions in another way compute whole rows on each rank, of which the loss uses this rank's part.
 """
 
 from functools import partial
@@ -16,16 +17,17 @@ from torch.nn import functional as F
 from d9d_dist import ContextSplit, UserError, sdpa_attention
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_loop.model._block_trace import tensors_in, without_cache
-from d9d_loop.model._context_trace import trace_context, with_value
+from d9d_loop.model._context_trace import Dims, trace_context, with_value
 
 
-def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> None:
+def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
     """Let a model, or a stage of it, take and return this rank's part of the rows of `ContextSplit`, in place.
 
-    `whole` is the whole model, which may be on `meta`.
+    `whole` is the whole model, which may be on `meta`. Return the modules that compute whole rows, with the reason.
 
     Raises:
-        UserError: If code other than attention combines positions, or the attention is neither "sdpa" nor "eager".
+        UserError: If code outside of modules of blocks combines positions, or the attention is neither "sdpa" nor
+            "eager".
     """
     chosen = model.config.get_text_config()._attn_implementation
     if chosen not in ("sdpa", "eager"):
@@ -36,13 +38,22 @@ def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> None:
     trace = trace_context(whole)
     split = ContextSplit(mesh)
     attention, parts = _ContextAttention(split), _Parts(split)
+    blocks = model.get_submodule(trace.blocks)
     for name, module in model.named_modules():
         if name in trace.attention:
             vars(module)["context_attention"] = attention
-    for splits, block in zip(trace.splits, model.get_submodule(trace.blocks), strict=True):
+        if (rows := trace.whole.get(name)) is None:
+            continue
+        if f"{trace.blocks}.".startswith(f"{name}."):
+            blocks[-1].register_forward_hook(partial(parts.gather_output, rows.inputs))
+        else:
+            module.register_forward_pre_hook(partial(parts.gather, rows.inputs), with_kwargs=True)
+        module.register_forward_hook(partial(parts.split_output, rows.outputs))
+    for splits, block in zip(trace.splits, blocks, strict=True):
         block.register_forward_pre_hook(partial(parts.split, splits), with_kwargs=True)
     without_cache(model.config)
     model.forward = _RowsForward(model, split, parts)
+    return {name: rows.reason for name, rows in trace.whole.items()}
 
 
 @final
@@ -98,18 +109,32 @@ class _Parts:
         """Forget the parts of a forward."""
         self._parts = {}
 
-    def split(self, splits: dict[Any, int], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def split(self, dims: Dims, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of a block, split at the dims of its trace."""
-        call = (args, kwargs)
-        for path, tensor in list(tensors_in(call)):
-            is_mask = tensor.dim() == 4 and tensor.shape[-2:] == (
-                self.whole_length,
-                self.whole_length,
-            )  # [B, H, L, L], of a batch with padding
-            dim = splits.get(path, 2 if is_mask else None)
+        return self._map(self._part, dims, (args, kwargs), self.whole_length)
+
+    def split_output(self, dims: Dims, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return this rank's part of the output of a module that computes whole rows."""
+        return self._map(self._split.split, dims, output, self.whole_length)
+
+    def gather(self, dims: Dims, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a module that computes whole rows."""
+        return self.gather_output(dims, module, args, (args, kwargs))
+
+    def gather_output(self, dims: Dims, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output of the last block with whole rows."""
+        join = partial(self._split.join, gradient="partial")
+        return self._map(join, dims, output, self.whole_length // self._split.mesh.size())
+
+    def _map(self, function: Any, dims: Dims, tree: Any, length: int) -> Any:
+        for path, tensor in list(tensors_in(tree)):
+            # The trace has no mask of padding: [B, H, queries, keys] or [B, positions].
+            is_mask = path not in dims and tensor.shape[-1] == (self.whole_length if tensor.dim() == 4 else length)
+            unseen = {4: 2, 2: 1}.get(tensor.dim()) if is_mask else None
+            dim = dims.get(path, unseen)
             if dim is not None and tensor.shape[dim] != 1:
-                call = with_value(call, path, self._part(tensor, dim))
-        return call
+                tree = with_value(tree, path, function(tensor, dim=dim))
+        return tree
 
     def _part(self, tensor: Tensor, dim: int) -> Tensor:
         key = (id(tensor), dim)

@@ -4,6 +4,7 @@ The model is built without weights; each rank then reads only the weights of its
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -148,7 +149,11 @@ class _HuggingFaceModel(ModelProvider):
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         rows = ctx.mesh_for("batch")["cp"]
         if rows.size() > 1:
-            split_rows(model, self.trace.model if self.trace else model, rows)
+            whole = split_rows(model, self.trace.model if self.trace else model, rows)
+            if whole and ctx.is_main_process:
+                reasons = {re.sub(r"\.\d+", ".*", name): reason for name, reason in whole.items()}
+                for name, reason in reasons.items():
+                    print(f"d9d: each context-parallel rank computes whole rows in {name}, because {reason}.")
         tensor = ctx.mesh_for("dense")["tp"]
         if tensor.size() > 1:
             # A stage has the plan of the whole model, so that copies of tied parameters are split in the same way.
