@@ -146,7 +146,11 @@ def _tiny(kind: str, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("XLNet", {"d_head": 8}, "XLNetLMHeadModel cannot be split over context-parallel ranks: in transformer, a block receives"),
+        (
+            "XLNet",
+            {"d_head": 8},
+            "XLNetLMHeadModel cannot be split over context-parallel ranks: in transformer, a block receives",
+        ),
         ("Mixtral", {"output_router_logits": True}, "MixtralForCausalLM cannot be split over context-parallel ranks: "),
     ],
     ids=["permutations", "router losses"],

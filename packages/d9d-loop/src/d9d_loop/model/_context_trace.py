@@ -206,6 +206,8 @@ class _Positions(TorchDispatchMode):
             shape = [*tensor.shape]
             shape[dim] = self._length
             call = with_value(call, path, self._as_local(torch.Size(shape), tensor))
+        if not self._is_split and {*splits.values()} == {None}:  # CPM-Ant puts a prompt before each row
+            raise self._error("the first block receives no tensor with the positions of the tokens")
         self._is_split = True
         return call
 
