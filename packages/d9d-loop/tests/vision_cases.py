@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 256,
     "pad_token_id": 257,
 }
+QWEN_TOKENS = {"vision_bos_token": "<start>", "vision_eos_token": "<stop>"}
 TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "patch_size": 4}
 SIGLIP = {**TOWER, "num_hidden_layers": 2, "image_size": 16, "vision_use_head": False}
 PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32]]
@@ -95,6 +97,27 @@ def _qwen() -> tuple[Any, Any]:
         **_ids(tokenizer, {"vision_start_token_id": "<start>", "vision_end_token_id": "<stop>"}),
     )
     return processor, transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3(**experts: Any) -> tuple[Any, Any]:
+    transformers: Any = import_module("transformers")
+    tokenizer = _tokenizer(image_token="<image>", video_token="<video>", **QWEN_TOKENS)  # noqa: S106
+    patches = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    images = transformers.Qwen2VLImageProcessor(**patches, size={"shortest_edge": 64, "longest_edge": 1024})
+    template = TEMPLATE.replace("IMAGE", "<start><image><stop>")
+    videos = transformers.Qwen3VLVideoProcessor(**patches)
+    processor = transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=template)
+    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
+    tower: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "depth": 2}
+    tower |= {"out_hidden_size": 16, "patch_size": 4, "spatial_merge_size": 2, "deepstack_visual_indexes": [0]}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**_text(tokenizer), "rope_parameters": rope, **experts},
+        vision_config={**tower, "num_position_embeddings": 16},
+        **_ids(tokenizer, {"image_token_id": "<image>", "video_token_id": "<video>"}),
+        **_ids(tokenizer, {"vision_start_token_id": "<start>", "vision_end_token_id": "<stop>"}),
+    )
+    return processor, getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 def _gemma() -> tuple[Any, Any]:
@@ -157,10 +180,16 @@ def _llava() -> tuple[Any, Any]:
 
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen3,
+    "qwen3_vl_moe": partial(_qwen3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12),
     "gemma3": _gemma,
     "idefics3": _idefics,
     "llava_onevision": _llava,
 }
+
+
+EAGER = {"experts_implementation": "eager"}
+"""Entry of models with experts: the grouped products of torch do not take float64."""
 
 
 def save_model(family: str, folder: Path) -> Path:
@@ -279,7 +308,8 @@ def plain_training(
     transformers: Any = import_module("transformers")
 
     processor = transformers.AutoProcessor.from_pretrained(model)
-    found: Any = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64).train()
+    auto: Any = transformers.AutoModelForImageTextToText
+    found: Any = auto.from_pretrained(model, dtype=torch.float64, **(EAGER if "moe" in model.name else {})).train()
     losses = []
     for step in range(steps):
         batch = [plain_inputs(processor, each, file.parent) for each in chats[4 * step : 4 * step + 4]]

@@ -3,6 +3,7 @@
 import base64
 import pickle
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from d9d_loop.data_error import DataError
 from d9d_loop.jobs import TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows
 from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.result import chat as chat_command
 from d9d_metrics import read_metrics
 
 
@@ -175,6 +177,21 @@ def test_a_broken_image_is_named_or_its_sample_is_skipped_and_counted(model: Pat
     batch = {"global_size": 3, "microbatch_size": 1}
     alone = _train(vision_config(model, kept, tmp_path / "kept", steps=1, batch=batch))
     assert _losses(run)[0] == pytest.approx(_losses(alone)[0], rel=1e-6)
+
+
+def test_an_image_that_the_processor_does_not_convert_is_named_or_skipped(model: Path, tmp_path: Path) -> None:
+    """Qwen's processor raises for an aspect ratio above 200, without the name of the image."""
+    paths = save_images(tmp_path / "images")
+    pillow = import_module("PIL.Image")
+    pillow.new("RGB", (500, 1)).save(paths[1])
+    file = write_lines(tmp_path / "chats.jsonl", CHATS)
+    with pytest.raises(UserError, match=r"chats\.jsonl, line 3: the processor cannot convert the images: .*ratio"):
+        _batch(vision_config(model, file, tmp_path), [0, 1, 2])
+    data = {"files": [file], "length": 160, "broken_images": "drop"}
+    found = _batch(vision_config(model, file, tmp_path, dataset=data), [0, 1, 2])
+    expected = _batch(vision_config(model, file, tmp_path), [0, 1])
+    assert found.pop("num_skipped") == 1
+    assert all(found[name].equal(expected[name]) for name in found)
 
 
 def test_a_missing_image_is_named_before_the_start(model: Path, tmp_path: Path) -> None:
@@ -367,6 +384,32 @@ def test_prompts_and_held_out_chats(model: Path, file: Path, tmp_path: Path) -> 
     run = _train(vision_config(model, file, tmp_path, dataset=data, prompts=["hi"], steps=1))
     (loss,) = _losses(run, "evaluation_loss")
     assert 0 < loss < 20
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_d9d_chat_answers_about_an_image_as_generate_does(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, paths = save_model(family, tmp_path / "model"), save_images(tmp_path)
+    options = ["--image", str(paths[0]), "--image", str(paths[1]), "--temperature", "0", "--max-new-tokens", "6"]
+    monkeypatch.setattr("sys.stdin", StringIO("what?\nmore?\n"))
+    chat_command.main([str(folder), *options])
+    transformers: Any = import_module("transformers")
+    processor: Any = transformers.AutoProcessor.from_pretrained(folder)
+    trained: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    parts = [{"type": "image", "image": str(each)} for each in paths[:2]]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [*parts, text("what?")]}]
+    answers = []
+    for line in ("more?", ""):
+        settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+        inputs = processor.apply_chat_template(messages, **settings, processor_kwargs={"add_special_tokens": False})
+        ids = trained.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        shown = [processor.tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(7)]
+        answers.append([each for each in shown if not each.endswith("\N{REPLACEMENT CHARACTER}")][-1])
+        messages += [{"role": "assistant", "content": [text(answers[-1])]}, {"role": "user", "content": [text(line)]}]
+    assert capsys.readouterr().out == "".join(f"{each}\n" for each in answers)
+    with pytest.raises(UserError, match="--image needs a vision-language model"):
+        chat_command.main([str(folder), "--plain", *options])
 
 
 def test_a_message_with_a_mark_in_a_text_without_images_is_a_text() -> None:

@@ -1,17 +1,18 @@
 """Vision-language models in layouts, compared with plain loops of `transformers` in float64."""
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vision_cases import CHATS, FAMILIES, plain_training, save_chats, save_model, vision_config
+from vision_cases import CHATS, EAGER, FAMILIES, plain_training, save_chats, save_model, vision_config
 
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.jobs.text_tasks import NextToken
-from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.jobs.vision_data import ImageChats, image_chats
 from d9d_metrics import read_metrics
 
 MESHES: dict[str, dict[str, int]] = {
@@ -40,7 +41,8 @@ def _plain(released: dict[str, Any], family: str) -> tuple[list[float], dict[str
 def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> None:
     transformers: Any = import_module("transformers")
 
-    options: dict[str, Any] = {"dtype": torch.float64, "tp_plan": "auto" if "tensor_parallel" in mesh else None}
+    options: dict[str, Any] = {"dtype": torch.float64}
+    options |= EAGER if "moe" in model.name else {}
     config = vision_config(model, file, runs, mesh=mesh)
     built = hugging_face_model(model, transformers.AutoModelForImageTextToText, **options)
     Trainer(config, model=built, data=image_chats(config, print), task=NextToken(counts_skipped=True)).train()
@@ -74,3 +76,19 @@ def test_losses_and_parameters_equal_those_of_a_plain_loop(
     bounds: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-8} if is_rounded else {"rtol": 1e-8, "atol": 1e-10}
     for name, expected in parameters.items():
         torch.testing.assert_close(trained[name], expected, **bounds, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_images_in_another_order_would_be_found(
+    released: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, _ = _plain(released, "gemma3")
+    read = ImageChats.__getitem__
+
+    def reversed_images(chats: ImageChats, index: int) -> Any:
+        row: Any = read(chats, index)
+        return replace(row, images=row.images[::-1])
+
+    monkeypatch.setattr(ImageChats, "__getitem__", reversed_images)
+    _train(released["root"] / "gemma3", released["file"], tmp_path, {})
+    found = [each["loss"] for each in read_metrics(tmp_path / "vision" / "metrics.jsonl") if "loss" in each]
+    assert found != pytest.approx(losses, rel=1e-6)

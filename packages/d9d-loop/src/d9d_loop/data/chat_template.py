@@ -11,7 +11,7 @@ from typing import Any, final
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
-from d9d_loop.data.conversation import Message
+from d9d_loop.data.conversation import Message, with_parts
 from d9d_loop.data.text_tokenizer import TEMPLATE_FOLDER, read_json, read_special_tokens
 
 TRAINING_DATE = date(2024, 7, 26)
@@ -29,21 +29,29 @@ class ChatTemplate:
     `raise_exception`, `strftime_now`, `tojson`, and the block `{% generation %}`, which is rendered as its contents.
 
     `special_tokens` are variables of the template, such as `{"bos_token": "<s>"}`. `strftime_now` formats `today`, at
-    midnight, so that the text is a function of the messages.
+    midnight, so that the text is a function of the messages. With `has_parts`, each content is a list of parts, as the
+    templates of models with images expect.
 
     Raises:
         UserError: If the template has a syntax error.
     """
 
     def __init__(
-        self, source: str, *, special_tokens: Mapping[str, str] | None = None, today: date = TRAINING_DATE
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        today: date = TRAINING_DATE,
+        has_parts: bool = False,
     ) -> None:
         self.source, self.special_tokens, self.today = source, dict(special_tokens or {}), today
+        self.has_parts = has_parts
         self._compiled = _compile(source, today)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled templates cannot be pickled for a data worker.
-        return partial(ChatTemplate, special_tokens=self.special_tokens, today=self.today), (self.source,)
+        options = {"special_tokens": self.special_tokens, "today": self.today, "has_parts": self.has_parts}
+        return partial(ChatTemplate, **options), (self.source,)
 
     @property
     def prints_date(self) -> bool:
@@ -65,6 +73,8 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError  # noqa: PLC0415 - optional
 
+        if self.has_parts:
+            messages = list(map(with_parts, messages))
         try:
             return self._compiled.render(
                 messages=[_with_reasoning(message) for message in messages],
@@ -87,6 +97,7 @@ def read_chat_template(
     for_tools: bool = False,
     special_tokens: Mapping[str, str] | None = None,
     today: date = TRAINING_DATE,
+    has_parts: bool = False,
 ) -> ChatTemplate:
     """Read the chat template of a model folder, and its special tokens unless they are given.
 
@@ -111,7 +122,7 @@ def read_chat_template(
             "expected the folder of a chat model. Write its template to chat_template.jinja."
         )
     special = read_special_tokens(folder) if special_tokens is None else special_tokens
-    return ChatTemplate(source, special_tokens=special, today=today)
+    return ChatTemplate(source, special_tokens=special, today=today, has_parts=has_parts)
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
 from d9d_loop.data.chat_template import TRAINING_DATE, ChatTemplate, read_chat_template
-from d9d_loop.data.conversation import ChatLabels, Conversation, TextPairs, with_parts
+from d9d_loop.data.conversation import ChatLabels, Conversation, TextPairs
 from d9d_loop.data.text_tokenizer import TextTokenizer, listed_ids, read_json, read_text_tokenizer
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ class ChatTokenizer:
         labels: `all` makes all tokens contribute to the loss, except for a `prompt`. Nothing is verified in this case.
         text_pairs: `joined` tokenizes a `prompt` and a `completion` that are texts as one text, followed by the end
             token, without the chat template.
-        has_parts: If True, the template gets each content as a list of parts.
 
     Raises:
         UserError: If a stop token is not in the vocabulary, or text pairs are joined by a tokenizer without end token.
@@ -79,11 +78,10 @@ class ChatTokenizer:
         tool_template: ChatTemplate | None = None,
         labels: ChatLabels = "assistant",
         text_pairs: TextPairs = "chat",
-        has_parts: bool = False,
     ) -> None:
         check_choice("labels", labels, ChatLabels)
         check_choice("text_pairs", text_pairs, TextPairs)
-        self._labels, self._text_pairs, self._has_parts = labels, text_pairs, has_parts
+        self._labels, self._text_pairs = labels, text_pairs
         self.text_tokenizer = (
             tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(copy.deepcopy(tokenizer))
         )
@@ -184,8 +182,6 @@ class ChatTokenizer:
     def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False) -> str:
         template = self._template if conversation.tools is None else self._tool_template
         messages = conversation.messages[:num_messages]
-        if self._has_parts:
-            messages = list(map(with_parts, messages))
         return template.render(messages, tools=conversation.tools, add_generation_prompt=answer)
 
     def _turn(self, conversation: Conversation, number: int, text: str, spans: list[Span]) -> Span:
@@ -278,15 +274,15 @@ def read_chat_tokenizer(
     """Read the tokenizer and the chat template of a model folder. Requires the extra `chat`.
 
     The folder has the files of a tokenizer, and a chat template; see `read_text_tokenizer` and `read_chat_template`.
-    For `stop_tokens`, `labels`, `text_pairs` and `has_parts`, see `ChatTokenizer`. `today` is the date
-    of templates that print it.
+    For `stop_tokens`, `labels` and `text_pairs`, see `ChatTokenizer`; for `has_parts`, `ChatTemplate`. `today` is the
+    date of templates that print it.
 
     Raises:
         UserError: If a file is missing or invalid.
     """
     path = Path(folder)
     tokenizer = read_text_tokenizer(path)
-    options: dict[str, Any] = {"special_tokens": tokenizer.special_tokens, "today": today}
+    options: dict[str, Any] = {"special_tokens": tokenizer.special_tokens, "today": today, "has_parts": has_parts}
     template, tool_template = (read_chat_template(path, for_tools=each, **options) for each in (False, True))
     ends = listed_ids(read_json(path / "generation_config.json").get("eos_token_id"))
     named = map(tokenizer.token, ends)
@@ -297,7 +293,6 @@ def read_chat_tokenizer(
         tool_template=tool_template,
         labels=labels,
         text_pairs=text_pairs,
-        has_parts=has_parts,
     )
 
 

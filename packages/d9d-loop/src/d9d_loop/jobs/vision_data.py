@@ -6,7 +6,6 @@ B: samples, L: padded length.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
@@ -15,16 +14,15 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_dist.install_hint import install_hint
 from d9d_loop.data import ChatTokenizer, DatasetProvider
 from d9d_loop.data.chat_tokenizer import Span
 from d9d_loop.data.contents import contents_of, sampled_digest
-from d9d_loop.data.conversation import Conversation, TooLong
+from d9d_loop.data.conversation import Conversation
 from d9d_loop.data.image_chat import ImageChat, check_image, decode_image, read_image_chat
+from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_files import DataFiles
-from d9d_loop.data.text_tokenizer import normalize_tokenizer
-from d9d_loop.jobs.job_config import OnBroken, TextJobConfig
+from d9d_loop.jobs.job_config import OnBroken, TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_template, samples_of
 from d9d_loop.jobs.text_tasks import PER_TOKEN
 
@@ -43,11 +41,15 @@ def image_chats(config: TextJobConfig, note: Note) -> DatasetProvider:
     and on all tokens of an image, and `num_skipped`. A batch without an image gets a row with a small one, without a
     label: all ranks must run the tower, because it takes part in their collectives.
     """
-    processor, tokenizer, data = _read_processor(config), chat_tokenizer(config), config.dataset
+    processor, tokenizer, data = (
+        read_processor(config.model.tokenizer or config.model.folder),
+        chat_tokenizer(config),
+        config.dataset,
+    )
     wrap = partial(ImageChats, tokenizer=tokenizer, mark=processor.image_token, broken=data.broken_images)
     training, evaluation = samples_of(config, wrap=wrap)
     note_template(config, tokenizer, note)
-    collate = ImageCollator(processor, tokenizer, length=data.length, too_long=data.too_long)
+    collate = ImageCollator(processor, tokenizer, data)
     num_tried = min(len(training), _NUM_TRIED)
     if all(int(collate([training[index]])["num_skipped"]) for index in range(num_tried)):
         raise UserError(
@@ -136,31 +138,34 @@ class ImageChats:
 class ImageCollator:
     """Collator of `ImageRow`: one call of the processor for the texts and images of a batch.
 
-    Args:
-        length: Largest number of tokens of a row.
-        too_long: Treatment of longer rows: `truncate` cuts text after the last image. A row whose images or first
-            label do not fit is skipped.
+    A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a row whose
+    images or first label do not fit is skipped.
     """
 
-    def __init__(self, processor: Any, tokenizer: ChatTokenizer, *, length: int, too_long: TooLong) -> None:
+    def __init__(self, processor: Any, tokenizer: ChatTokenizer, data: TextDataConfig) -> None:
         from PIL import Image  # noqa: PLC0415 - an extra
 
-        self._processor, self._length, self._too_long = processor, length, too_long
+        self._processor, self._length = processor, data.length
+        self._too_long, self._broken = data.too_long, data.broken_images
         white = Image.new("RGB", (64, 64), (255, 255, 255))
         self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
 
     def __call__(self, samples: list[ImageRow | None]) -> dict[str, Tensor]:
         """Return the batch of samples."""
-        rows = [row for row in samples if row is not None]
+        kept = [row for row in samples if row is not None]
         while True:
-            num_own = len(rows)
-            if not any(row.images for row in rows):
-                rows = [*rows, self._stand_in]
-            batch, ends = self._process(rows)
-            kept = [row for number, row in enumerate(rows[:num_own]) if self._fits(row, batch, number, ends[number])]
+            num_own = len(kept)
+            rows = kept if any(row.images for row in kept) else [*kept, self._stand_in]
+            try:
+                batch, ends = self._process(rows)
+            except Exception:  # a processor does not say which image it cannot convert
+                kept = [row for row in kept if self._is_accepted(row)]
+                if len(kept) == num_own:
+                    raise
+                continue
+            kept = [row for number, row in enumerate(kept) if self._fits(row, batch, number, ends[number])]
             if len(kept) == num_own:
                 break
-            rows = kept
         width = max(self._length, *ends[num_own:], 0)
         batch = {name: each[:, :width] if name in PER_TOKEN else each for name, each in batch.items()}
         labels = batch["labels"].clone()
@@ -198,6 +203,19 @@ class ImageCollator:
             ends.append(end)
         return batch, ends
 
+    def _is_accepted(self, row: ImageRow) -> bool:
+        """Return True if the processor converts a row. Raise `UserError` if not, and such rows are errors."""
+        try:
+            self._process([row if row.images else self._stand_in])
+        except Exception as error:
+            if self._broken == "refuse":
+                raise UserError(
+                    f"{row.place()}: the processor cannot convert the images: {error} Replace or remove them, or set "
+                    'dataset.broken_images = "drop".'
+                ) from error
+            return False
+        return True
+
     def _fits(self, row: ImageRow, batch: dict[str, Tensor], number: int, end: int) -> bool:
         """Return True if a row is used. Raise `UserError` if it is too long, and such rows are errors."""
         num_tokens = int(batch["attention_mask"][number].sum())
@@ -212,22 +230,6 @@ class ImageCollator:
         return self._too_long == "truncate" and end <= self._length and has_label
 
 
-@final
-class _Replacements:
-    """Recorder of the placeholders that a processor replaces in each text, as it reports them.
-
-    It stands in for the method of the processor. The option `return_text_replacement_offsets` of the processor's call
-    would do, but some processors of transformers 5.23 fail to convert its result.
-    """
-
-    def __init__(self, processor: Any) -> None:
-        self._processor, self.found = processor, list[Any]()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        texts, self.found = type(self._processor).get_text_with_replacements(self._processor, *args, **kwargs)
-        return texts, self.found
-
-
 def _moved(span: Span, replaced: Sequence[dict[str, Any]]) -> Span:
     """Return characters of a text in the text whose placeholders are replaced."""
     added = [(each["span"][1], each["new_span"][1] - each["span"][1]) for each in replaced]
@@ -240,39 +242,3 @@ def _tokens_of(span: Span, offsets: Sequence[Span]) -> Span:
     start, stop = span
     found = [index for index, (begin, end) in enumerate(offsets) if start <= begin < end <= stop]
     return (found[0], found[-1] + 1) if found else (0, 0)
-
-
-def _read_processor(config: TextJobConfig) -> Any:
-    """Return the processor of the model's folder."""
-    if any(find_spec(name) is None for name in ("PIL", "torchvision")):
-        raise UserError(
-            "job = vision needs the packages pillow and torchvision, which are not installed. Install them: "
-            f"{install_hint('d9d-loop', 'vision')}"
-        )
-    from transformers import AutoProcessor, ProcessorMixin
-
-    folder = config.model.tokenizer or config.model.folder
-    expected = (
-        "Expected the files of a processor of images, such as preprocessor_config.json. Copy them from the released "
-        "model, or save them with AutoProcessor.from_pretrained(...).save_pretrained(...)."
-    )
-    try:
-        processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises exceptions of many libraries
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{folder}: transformers cannot read its processor: {why} {expected}") from error
-    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
-        raise UserError(f"{folder} has a {type(processor).__name__} and no processor of images. {expected}")
-    if getattr(processor, "image_token", None) is None or not hasattr(processor, "get_text_with_replacements"):
-        raise UserError(
-            f"{type(processor).__name__} does not tell which tokens belong to an image (image_token and "
-            "get_text_with_replacements); expected a processor that does, and transformers >= 5.18. Update "
-            "transformers, or choose another model."
-        )
-    if processor.tokenizer.pad_token is None:
-        raise UserError(
-            f"the tokenizer of {folder} has no padding token; expected one. Set pad_token in tokenizer_config.json."
-        )
-    normalize_tokenizer(processor.tokenizer.backend_tokenizer)
-    processor.get_text_with_replacements = _Replacements(processor)
-    return processor

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from d9d_dist import UserError
 from d9d_loop import result as results
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_base_options(parser)
     parser.add_argument("--prompt", help="answer this prompt and exit, instead of reading standard input")
     parser.add_argument("--system", help="system message of the conversation")
+    parser.add_argument(
+        "--image", action="append", type=Path, default=[], help="image of the first message; may be repeated"
+    )
     parser.add_argument("--plain", action="store_true", help="continue the text even if there is a chat template")
     parser.add_argument(
         "--max-new-tokens", type=int, default=512, help="maximum length of an answer; default: %(default)s"
@@ -58,11 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if result.adapted is not None:
         print(f"d9d: {result.adapted}.", file=sys.stderr)
-    if options.system is not None and (result.chat is None or options.plain):
-        raise UserError(
-            f"--system needs a chat template, but the tokenizer of {result.folder} has none, or --plain disables it. "
-            "Remove --system."
-        )
+    _check_fit(result, options)
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     turns = list(opening)
     if options.prompt is not None:
@@ -82,19 +82,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def stream_tokens(
-    result: "LoadedResult", input_ids: Sequence[int], *, max_new_tokens: int, temperature: float, top_p: float
+    result: "LoadedResult",
+    input_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    images: Mapping[str, Any] | None = None,
 ) -> Iterator[int]:
     """Yield the tokens of one continuation, with the key/value cache of `transformers`, until a stop token.
 
-    Tokens are sampled as in `d9d_modules.generate`; temperature 0 selects greedy decoding.
+    Tokens are sampled as in `d9d_modules.generate`; temperature 0 selects greedy decoding. `images` are the inputs of
+    the model beside `input_ids`, such as pixels.
     """
     import torch  # noqa: PLC0415 - help is printed without torch
 
     device = result.model.device
     ids, cache = torch.tensor([list(input_ids)], device=device), None
+    inputs = {name: value.to(device) for name, value in (images or {}).items()}
     for _ in range(max_new_tokens):
         with torch.no_grad():
-            outputs = result.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            outputs = result.model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
+        inputs = {}
         cache = outputs.past_key_values
         token = _choose(outputs.logits[0, -1].float(), temperature=temperature, top_p=top_p)
         if token in result.stop_tokens:
@@ -122,14 +131,23 @@ def _next_line() -> str:
     return sys.stdin.readline()
 
 
-def _answer(result: "LoadedResult", turns: list[dict[str, str]], line: str, options: argparse.Namespace) -> None:
+def _answer(result: "LoadedResult", turns: list[dict[str, Any]], line: str, options: argparse.Namespace) -> None:
     """Stream the answer to a line, and add both to the turns."""
     is_chat = result.chat is not None and not options.plain
+    inputs: dict[str, Any] = {}
     if is_chat:
         assert result.chat is not None
-        turns.append({"role": "user", "content": line})
+        is_first = all(turn["role"] == "system" for turn in turns)
+        images = [{"type": "image"} for _ in options.image] if is_first else []
+        turns.append({"role": "user", "content": [*images, {"type": "text", "text": line}] if images else line})
         text = result.chat.render(turns, add_generation_prompt=True)
         ids = result.tokenizer.encode_rendered(text).ids
+        if options.image:
+            from d9d_loop.data.image_chat import decode_image  # noqa: PLC0415 - an extra
+
+            pixels = [decode_image(str(path), Path()) for path in options.image]
+            inputs = dict(result.processor(text=[text], images=[pixels], add_special_tokens=False, return_tensors="pt"))
+            ids = inputs.pop("input_ids")[0].tolist()
     else:
         ids = result.tokenizer.encode_prompt(line)
         print(line, end="", flush=True)
@@ -148,6 +166,7 @@ def _answer(result: "LoadedResult", turns: list[dict[str, str]], line: str, opti
         max_new_tokens=min(options.max_new_tokens, room),
         temperature=options.temperature,
         top_p=options.top_p,
+        images=inputs,
     ):
         tokens.append(token)
         text = result.tokenizer.decode(tokens)
@@ -167,6 +186,20 @@ def _choose(logits_V: "torch.Tensor", *, temperature: float, top_p: float) -> in
     descending_V, order_V = (logits_V / temperature).softmax(dim=-1).sort(descending=True)
     kept_V = descending_V.masked_fill(descending_V.cumsum(dim=-1) - descending_V >= top_p, 0.0)
     return int(order_V[torch.multinomial(kept_V, num_samples=1)])
+
+
+def _check_fit(result: "LoadedResult", options: argparse.Namespace) -> None:
+    """Raise `UserError` if an option needs a chat template or a processor of images that the model lacks."""
+    if options.system is not None and (result.chat is None or options.plain):
+        raise UserError(
+            f"--system needs a chat template, but the tokenizer of {result.folder} has none, or --plain disables it. "
+            "Remove --system."
+        )
+    if options.image and (result.processor is None or result.chat is None or options.plain):
+        raise UserError(
+            f"--image needs a vision-language model with its processor and a chat template, and {result.folder} is "
+            "none, or --plain disables the template. Remove --image, or choose another model."
+        )
 
 
 def _check(options: argparse.Namespace) -> None:

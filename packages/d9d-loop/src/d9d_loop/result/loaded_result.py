@@ -11,6 +11,7 @@ import torch
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.data.chat_template import ChatTemplate, read_chat_template
+from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, TextTokenizer, listed_ids, read_text_tokenizer
 from d9d_loop.result.adapted_base import (
     ADAPTER_CONFIG,
@@ -35,6 +36,7 @@ class LoadedResult:
         stop_tokens: Token ids that end an answer.
         max_context: Largest number of tokens that the model supports; None if its configuration has no limit.
         adapted: The adapters and their base, if the folder holds adapters.
+        processor: Processor of images; None for a model of texts.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class LoadedResult:
     stop_tokens: tuple[int, ...]
     max_context: int | None
     adapted: AdaptedBase | None = None
+    processor: Any = None
 
 
 def load_result(
@@ -63,6 +66,8 @@ def load_result(
     """
     folder = find_export(Path(path))
     require_transformers()
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
     adapted = None
     if (folder / ADAPTER_CONFIG).is_file():
         adapted = find_base(folder, base=base, weights=weights)
@@ -75,12 +80,20 @@ def load_result(
         )
     config = model.config
     own = tokenizer_folder(folder, adapted)
-    text_tokenizer, chat, stops = _read_tokenizer(own, vocab_size=config.get_text_config().vocab_size)
+    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and any(map(Path.is_file, _processors(own)))
+    processor = read_processor(own) if has_images else None
+    vocab_size = config.get_text_config().vocab_size
+    text_tokenizer, chat, stops = _read_tokenizer(own, vocab_size=vocab_size, has_parts=has_images)
     model.to(device).eval()
     stops += listed_ids(model.generation_config.eos_token_id)
     stops += listed_ids(read_json(own / "generation_config.json").get("eos_token_id"))
     max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return LoadedResult(folder, model, text_tokenizer, chat, tuple(dict.fromkeys(stops)), max_context, adapted)
+    stops = list(dict.fromkeys(stops))
+    return LoadedResult(folder, model, text_tokenizer, chat, tuple(stops), max_context, adapted, processor)
+
+
+def _processors(folder: Path) -> list[Path]:
+    return [folder / "processor_config.json", folder / "preprocessor_config.json"]
 
 
 def tokenizer_folder(folder: Path, adapted: AdaptedBase | None) -> Path:
@@ -130,7 +143,9 @@ def _is_model(folder: Path) -> bool:
     return "model_type" in read_json(folder / "config.json")
 
 
-def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, ChatTemplate | None, list[int]]:
+def _read_tokenizer(
+    folder: Path, *, vocab_size: int, has_parts: bool
+) -> tuple[TextTokenizer, ChatTemplate | None, list[int]]:
     """Return the tokenizer, the chat template if there is one, and the end tokens."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         if vocab_size in (NUM_BYTES, NUM_BYTES + 1):
@@ -142,7 +157,8 @@ def _read_tokenizer(folder: Path, *, vocab_size: int) -> tuple[TextTokenizer, Ch
         )
     tokenizer = read_text_tokenizer(folder)
     try:
-        chat = read_chat_template(folder, special_tokens=tokenizer.special_tokens, today=date.today())
+        options: dict[str, Any] = {"special_tokens": tokenizer.special_tokens, "has_parts": has_parts}
+        chat = read_chat_template(folder, today=date.today(), **options)
     except UserError:  # no template
         chat = None
     ends = listed_ids(tokenizer.eos_id)

@@ -1,0 +1,64 @@
+"""Processor of images of a model folder: renders placeholders of images as tokens, and images as pixels."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+from d9d_dist import UserError
+from d9d_dist.install_hint import install_hint
+from d9d_loop.data.text_tokenizer import normalize_tokenizer
+
+
+def read_processor(folder: Path | None) -> Any:
+    """Read the processor of a model folder. Its attribute `get_text_with_replacements.found` has what it replaced.
+
+    Raises:
+        UserError: If a package is missing, or the folder has no processor of images that tells what it replaces.
+    """
+    if any(find_spec(name) is None for name in ("PIL", "torchvision")):
+        raise UserError(
+            "images need the packages pillow and torchvision, which are not installed. Install them: "
+            f"{install_hint('d9d-loop', 'vision')}"
+        )
+    from transformers import AutoProcessor, ProcessorMixin
+
+    expected = (
+        "Expected the files of a processor of images, such as preprocessor_config.json. Copy them from the released "
+        "model, or save them with AutoProcessor.from_pretrained(...).save_pretrained(...)."
+    )
+    try:
+        processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises exceptions of many libraries
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{folder}: transformers cannot read its processor: {why} {expected}") from error
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
+        raise UserError(f"{folder} has a {type(processor).__name__} and no processor of images. {expected}")
+    if getattr(processor, "image_token", None) is None or not hasattr(processor, "get_text_with_replacements"):
+        raise UserError(
+            f"{type(processor).__name__} does not tell which tokens belong to an image (image_token and "
+            "get_text_with_replacements); expected a processor that does, and transformers >= 5.18. Update "
+            "transformers, or choose another model."
+        )
+    if processor.tokenizer.pad_token is None:
+        raise UserError(
+            f"the tokenizer of {folder} has no padding token; expected one. Set pad_token in tokenizer_config.json."
+        )
+    normalize_tokenizer(processor.tokenizer.backend_tokenizer)
+    processor.get_text_with_replacements = _Replacements(processor)
+    return processor
+
+
+@final
+class _Replacements:
+    """Recorder of the placeholders that a processor replaces in each text, as it reports them.
+
+    It stands in for the method of the processor. The option `return_text_replacement_offsets` of the processor's call
+    would do, but some processors of transformers 5.23 fail to convert its result.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor, self.found = processor, list[Any]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        texts, self.found = type(self._processor).get_text_with_replacements(self._processor, *args, **kwargs)
+        return texts, self.found
