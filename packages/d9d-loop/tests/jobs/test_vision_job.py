@@ -77,6 +77,7 @@ def test_a_batch_has_the_tokens_pixels_and_labels_of_each_chat_alone(family: str
         assert (batch["labels"][row, length - 1 :] == -100).all()
 
 
+@pytest.mark.slow
 def test_tokens_pixels_and_labels_equal_those_of_the_collator_of_trl(model: Path, tmp_path: Path) -> None:
     """The collator of TRL needs a template that marks answers; the job does not."""
     collators: Any = pytest.importorskip("trl.trainer.sft_trainer")
@@ -322,6 +323,7 @@ def test_the_collator_can_be_sent_to_a_worker(model: Path, file: Path, tmp_path:
         assert one[1].equal(other[1])
 
 
+@pytest.mark.slow
 def test_a_job_in_workers_resumes_on_another_mesh_and_exports_its_processor(
     model: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -386,6 +388,7 @@ def test_prompts_and_held_out_chats(model: Path, file: Path, tmp_path: Path) -> 
     assert 0 < loss < 20
 
 
+@pytest.mark.slow("gemma3")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_d9d_chat_answers_about_an_image_as_generate_does(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
