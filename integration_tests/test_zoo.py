@@ -20,6 +20,7 @@ from zoo_unusual import UNUSUAL
 import d9d_dist.tensor_parallel.styles
 from d9d_dist import SequenceParallel
 from d9d_dist.testing import run_ranks
+from d9d_loop._hugging_face_tensor_plan import _SplitExperts
 
 LAYOUTS = (
     [{}],
@@ -159,6 +160,11 @@ def _whole_layers_get_the_gradient_of_a_part() -> AbstractContextManager[object]
     return mock.patch.object(d9d_dist.tensor_parallel.styles, "copy_to_axis", lambda x, mesh: x)
 
 
+def _experts_are_doubled() -> AbstractContextManager[object]:
+    forward = _SplitExperts.forward
+    return mock.patch.object(_SplitExperts, "forward", lambda *args, **options: 2 * forward(*args, **options))
+
+
 def _differences_with(bug: Callable[[], AbstractContextManager[object]] | None, *args: Any) -> dict[str, list[str]]:
     with nullcontext() if bug is None else bug():
         return differences(*args)
@@ -170,6 +176,7 @@ def _differences_with(bug: Callable[[], AbstractContextManager[object]] | None, 
     [
         ("transformers:qwen3", _norms_of_heads_are_not_reduced),
         ("transformers:diffllama", _whole_layers_get_the_gradient_of_a_part),
+        ("transformers:qwen3_moe", _experts_are_doubled),
     ],
 )
 def test_a_bug_of_a_tensor_plan_is_caught(

@@ -7,7 +7,7 @@ configuration, in 2 and 3 stages.
 from pathlib import Path
 
 import pytest
-from zoo_jobs import plain_traces, stage_differences
+from zoo_jobs import mutant_stage_differences, plain_traces, stage_differences
 
 from d9d_dist.testing import run_ranks
 
@@ -56,3 +56,13 @@ def test_decoders_train_in_stages_as_in_a_plain_loop(decoders: tuple[str, ...], 
 @pytest.mark.parametrize("name", _SAMPLE)
 def test_a_sample_of_decoders_trains_in_stages_as_in_a_plain_loop(name: str, tmp_path: Path) -> None:
     _check((name,), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bug", ["block", "rotary table", "tied head"])
+def test_a_mutant_is_found(bug: str, tmp_path: Path) -> None:
+    name = "decoders:gemma3_text"  # its head is tied
+    run_ranks(plain_traces, [name], str(tmp_path), world_size=1)
+    [found] = run_ranks(mutant_stage_differences, name, str(tmp_path), bug, world_size=1)
+    assert "error" in found[name]
+    assert "bound" in found[name]

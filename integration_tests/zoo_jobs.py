@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from functools import partial
 from math import log2, prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -48,6 +49,7 @@ from d9d_loop import (
 from d9d_loop.model._block_trace import trace_blocks
 from d9d_loop.model._hugging_face_context import _Parts
 from d9d_loop.model._hugging_face_stage import cut_stage
+from d9d_pipeline.shared_parameters import SharedParameters
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -290,6 +292,40 @@ class _InStages(ModelProvider):
         if stage.count > 1:
             cut_stage(model, trace_blocks(model), stage)
         return model
+
+
+@contextmanager
+def _stage_mutant(name: str | None) -> Generator[None]:
+    """Apply a bug: a skipped block, a rotary table of other positions, or a tied head's gradient summed twice."""
+    to_owner, real = SharedParameters._to_owner, cut_stage
+
+    def twice(self: SharedParameters, pair: Any) -> Tensor | None:
+        gradient = to_owner(self, pair)
+        return None if gradient is None else 2 * gradient
+
+    def cut(model: Any, trace: Any, stage: StageInfo) -> None:
+        real(model, trace, stage)
+        if not stage.is_last:
+            return
+        if name == "block":
+            model.get_submodule(trace.blocks)[-1].forward = lambda hidden, *args, **kwargs: hidden
+        if name == "rotary table":
+            table = model.base_model.rotary_emb
+            table.forward = partial(_at_other_positions, table.forward)
+
+    tied = mock.patch.object(SharedParameters, "_to_owner", twice) if name == "tied head" else nullcontext()
+    with tied, mock.patch.dict(globals(), cut_stage=cut) if name in ("block", "rotary table") else nullcontext():
+        yield
+
+
+def _at_other_positions(forward: Callable[..., Any], hidden: Tensor, position_ids: Tensor, *options: Any) -> Any:
+    return forward(hidden, 2 * position_ids, *options)
+
+
+def mutant_stage_differences(name: str, folder: str, mutant: str) -> dict[str, str]:
+    """Train a decoder in two pipeline stages with a bug of `_stage_mutant`."""
+    with _stage_mutant(mutant):
+        return stage_differences([name], folder, (2,))
 
 
 def stage_differences(names: Sequence[str], folder: str, counts: Sequence[int] = (2, 3)) -> dict[str, str]:

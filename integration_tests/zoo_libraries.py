@@ -90,7 +90,6 @@ _SMALL: dict[str, Any] = {
 _FITTED: Mapping[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
     "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_types": 4, "position_bias_num_buckets": 8},
-    "dbrx": {"ffn_config.moe_num_experts": 4, "ffn_config.moe_top_k": 2, "attn_config.clip_qkv": 8.0},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_expand": 2, "mamba_chunk_size": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -101,7 +100,7 @@ _FITTED: Mapping[str, dict[str, Any]] = {
     "xlstm": {"embedding_dim": 32, "num_blocks": 4, "num_heads": 4, "chunk_size": 4, "mode": "train"},
     "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "attention_head_dim": 16, "chunk_size": 4},
 }
-"""Values of types, for keys whose meaning is that of one type; `part.key` is a key of a part of the configuration."""
+"""Values of types, for keys whose meaning is that of one type."""
 
 _SET_IF_NONE = {
     "num_key_value_heads",
@@ -225,8 +224,7 @@ def _transformers(model_type: str, num_layers: int = 2, window: int = 8, length:
     for part in _parts(config):
         _shrink(part, num_layers)
         for key, value in _FITTED.get(part.model_type, {}).items():
-            owner, _, last = key.rpartition(".")
-            setattr(getattr(part, owner) if owner else part, last, value)
+            setattr(part, key, value)
         for key in (*_WINDOWS, "attention_chunk_size") if window != _SMALL["sliding_window"] else ():
             if getattr(part, key, None) is not None:
                 setattr(part, key, window)
