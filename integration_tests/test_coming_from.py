@@ -1,8 +1,10 @@
 """Ten steps of a job beside those of the library that it comes from, as the pairs of docs/coming_from.md."""
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -504,6 +506,59 @@ def with_lightning(folder: Path) -> Curve:
 def test_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     check(from_a_loop, tmp_path, with_lightning(tmp_path / "theirs"))
+
+
+# DeepSpeed
+
+
+def with_deepspeed(stage: int) -> Curve:
+    """Run the loop of DeepSpeed on the ranks of the job, with a stage of ZeRO."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"]}
+    deepspeed: Any = import_module("deepspeed")
+    deepspeed.init_distributed("gloo")
+    model, curve, parts = net(), Curve(), []
+    settings = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untrained_optimizer": True,  # torch's
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    samples = [points()[start : start + 2] for start in range(0, 40, 2)][rank::ranks]
+    for batch in map(torch.utils.data.default_collate, samples):
+        loss = F.mse_loss(engine(batch["x"]), batch["y"])
+        parts.append(loss.detach().clone())
+        torch.distributed.all_reduce(parts[-1])
+        engine.backward(loss)
+        if ends := engine.is_gradient_accumulation_boundary():
+            curve.rates += engine.get_lr()
+        engine.step()
+        if ends:
+            curve.losses.append(sum(part.item() for part in parts) / 2)
+            curve.norms.append(float(engine.get_global_grad_norm()))
+            parts.clear()
+    whole = deepspeed.utils.safe_get_full_fp32_param
+    curve.weights = {name: whole(each).detach().clone() for name, each in model.named_parameters()}
+    deepspeed.comm.destroy_process_group()
+    return curve
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed(stage: int, world_size: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    expected, *_ = run_ranks(with_deepspeed, stage, world_size=world_size)
+    assert ours(from_a_loop, tmp_path) == expected
+
+
+def test_defaults_of_deepspeed() -> None:
+    pytest.importorskip("deepspeed")
+    adam: Any = import_module("deepspeed.ops.adam.fused_adam")
+    values = inspect.signature(adam.FusedAdam).parameters
+    assert (values["weight_decay"].default, values["betas"].default) == (0.0, (0.9, 0.999))
 
 
 # the table of defaults
