@@ -3,12 +3,14 @@
     python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123 | --models]
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
 
-Each row is predicted with six constants fitted to the other folds: to at most 80 rows of each group of its cluster, or
-with --shared of each group on the same hardware. --shared also prints the half widths of intervals that contain 90 % of
-the held-out times of each group, for dense and for sparse models. `covered` is the fraction of times within the
-interval of the hardware file, which comes from folds with another seed. `naive_mape` is the error of a naive model:
-model FLOPs (x 4/3 with full recomputation), divided by the median rate of the group. With --shipped, each row is
-predicted with the constants of the hardware files; --fit prints these constants. Rows of HELD_OUT are never fitted.
+Each row is predicted with six constants fitted to the other folds: to at most 80 rows of its group, or with --shared of
+each group on the same hardware. Groups on Hopper and on Blackwell are first fitted together, without the held-out rows,
+and then each near the common constants, because most have few rows. --shared also prints the half widths of intervals
+that contain 90 % of the held-out times of each group, for dense and for sparse models. `covered` is the fraction of
+times within the interval of the hardware file, which comes from folds with another seed. `naive_mape` is the error of a
+naive model: model FLOPs (x 4/3 with full recomputation), divided by the median rate of the group. With --shipped, each
+row is predicted with the constants of the hardware files; --fit prints these constants. Rows of HELD_OUT are never
+fitted.
 Memory has no fitted constant: its interval covers 90 % of the rows of a group.
 """
 
@@ -18,6 +20,7 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import combinations
 from math import ceil
 from pathlib import Path
@@ -29,6 +32,7 @@ from planning_rows import Measured, read, unread
 from scipy.optimize import least_squares
 
 from d9d_loop.planning import Hardware, memory_of, step_time
+from d9d_loop.planning.hardware_spec import Fitted
 
 # Physical bounds of each constant, and the center of its prior: neither depends on a cluster.
 BOUNDS = {
@@ -39,27 +43,30 @@ BOUNDS = {
     "link_efficiency": (0.2, 0.75, 1.0),
     "network_efficiency": (0.2, 0.75, 1.0),
 }
-# Groups of each cluster: in a cross-validation without --shared, each cluster has its own constants.
-CLUSTERS = {
+# Groups of hardware of one generation: the constants of each group are fitted near those of all of them. Groups on A100
+# are fitted alone, and those with few rows not at all.
+GENERATIONS = {
     "vTrain single-node": ("vTrain single-node",),
     "vTrain multi-node": ("vTrain multi-node",),
     "Selene": ("SC21", "Korthikanti", "MT-NLG"),
-    "Megatron H100": ("Megatron H100",),
-    "llm-foundry h100-dgx": ("llm-foundry h100-dgx",),
     "llm-foundry a100-80-dgx": ("llm-foundry a100-80-dgx",),
     "llm-foundry a100-40-dgx": ("llm-foundry a100-40-dgx",),
-    "torchtitan": ("torchtitan",),
-    "KempnerForge": ("KempnerForge",),
-    "AutoModel": ("AutoModel",),
-    "Meta": ("Meta",),
-    "Megatron-Bridge h100-dgx": ("Megatron-Bridge h100-dgx",),
-    "Megatron-Bridge b200-dgx": ("Megatron-Bridge b200-dgx",),
-    "Megatron-Bridge b300-dgx": ("Megatron-Bridge b300-dgx",),
-    "Megatron-Bridge gb200-nvl72": ("Megatron-Bridge gb200-nvl72",),
-    "Megatron-Bridge gb300-nvl72": ("Megatron-Bridge gb300-nvl72",),
-    "prime-rl h100-dgx": ("prime-rl h100-dgx",),
-    "prime-rl h200-dgx": ("prime-rl h200-dgx",),
-    "prime-rl b200-dgx": ("prime-rl b200-dgx",),
+    "Hopper": (
+        "Megatron H100",
+        "llm-foundry h100-dgx",
+        "torchtitan",
+        "KempnerForge",
+        "AutoModel",
+        "Meta",
+        "Megatron-Bridge h100-dgx",
+    ),
+    "Blackwell": (
+        "Megatron-Bridge b200-dgx",
+        "Megatron-Bridge b300-dgx",
+        "Megatron-Bridge gb200-nvl72",
+        "Megatron-Bridge gb300-nvl72",
+    ),
+    "prime-rl": ("prime-rl h100-dgx", "prime-rl h200-dgx", "prime-rl b200-dgx"),
 }
 
 # Groups measured with another software system than the other groups of the cluster; their rows are not fitted.
@@ -71,29 +78,55 @@ def predict(row: Measured, hardware: Hardware) -> float:
     return row.passes * min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
 
 
-def fit(rows: Sequence[Measured], hardware: Hardware) -> Hardware:
-    """Return the hardware with constants fitted to the logarithms of the step times."""
+def fit(rows: Sequence[Measured], near: Fitted | None = None) -> Fitted:
+    """Return constants fitted to the logarithms of the step times, near the centers of their bounds or near others.
+
+    The standard deviation of the prior is 0.3 around the centers, and 0.15 around the constants of other rows, in
+    logarithms and relative to errors of 6 %. It determines the constants that the rows leave undetermined.
+    """
     names = list(BOUNDS)
     low, start, high = (np.log([BOUNDS[name][side] for name in names]) for side in range(3))
+    if near is not None:
+        start = np.clip(np.log([getattr(near, name) for name in names]), low + 1e-6, high - 1e-6)
+    stiffness = 0.2 if near is None else 0.4
 
-    def constants(point: Any) -> Hardware:
-        values = {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
-        return hardware.model_copy(update={"fitted": hardware.fitted.model_copy(update=values)})
+    def constants(point: Any) -> Fitted:
+        return Fitted(**{name: float(value) for name, value in zip(names, np.exp(point), strict=True)})
+
+    timed = [(row, row.seconds) for row in rows if row.seconds is not None]
+    keys = [(row.cluster, row.shape, row.tuned, row.passes) for row, _ in timed]
+    different = dict(zip(keys, (row for row, _ in timed), strict=True))  # releases repeat layouts
 
     def errors(point: Any) -> Any:
         tried = constants(point)
-        # A weak prior determines the constants that the rows leave undetermined.
-        prior = 0.2 * (point - start)
-        return np.concatenate(
-            [np.log([predict(row, tried) / row.seconds for row in rows if row.seconds is not None]), prior]
-        )
+        found = {key: predict(row, hardware_with(row.cluster, tried)) for key, row in different.items()}
+        logs = [np.log(found[key] / seconds) for key, (_, seconds) in zip(keys, timed, strict=True)]
+        return np.concatenate([logs, stiffness * (point - start)])
 
     # Two starts, because the fit has local minima: a higher bandwidth of one kind can compensate for a lower one.
     found = [
-        least_squares(errors, point, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2)
-        for point in (start, (start + low) / 2)
+        least_squares(
+            errors, point, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2, ftol=1e-5, xtol=1e-4
+        )
+        for point in ((start, (start + low) / 2) if near is None else (start,))
     ]
     return constants(min(found, key=lambda each: each.cost).x)
+
+
+def hardware_with(cluster: str, fitted: Fitted) -> Hardware:
+    """Return the hardware of a cluster with other constants."""
+    return _load(cluster).model_copy(update={"fitted": fitted})
+
+
+_load = cache(Hardware.load)
+
+
+def fit_each(rows: Mapping[str, Sequence[Measured]]) -> dict[str, Fitted]:
+    """Return the constants of each name, near those of all rows if there are several names."""
+    if len(rows) == 1:
+        return {name: fit(kept) for name, kept in rows.items()}
+    every = fit([row for kept in rows.values() for row in _at_most(kept, 40, 0)])
+    return {name: fit(kept, every) if kept else every for name, kept in rows.items()}
 
 
 def naive_rate(rows: Sequence[Measured]) -> float:
@@ -168,24 +201,26 @@ def parts_of_models(groups: Sequence[Sequence[Measured]]) -> list[list[list[Meas
     return [[[row for row in rows if row.shape == shape] for rows in groups] for shape in models]
 
 
-def cross_validated(parts: list[list[list[Measured]]], seed: int) -> list[tuple[Measured, float]]:
-    """Return the rows of all folds, each with its prediction by constants fitted to the other folds."""
+def cross_validated(parts: list[list[list[Measured]]], names: Sequence[str], seed: int) -> list[tuple[Measured, float]]:
+    """Return the rows of all folds, each with its prediction by constants fitted to the other folds.
+
+    Args:
+        parts: Rows of each fold by group.
+        names: Name of the constants of each group.
+        seed: Seed of the choice of rows.
+    """
     found = []
     for place, part in enumerate(parts):
-        others = [
-            row
-            for index in range(len(part))
-            for row in _at_most([row for other in parts if other is not part for row in other[index]], 80, seed + place)
+        others: dict[str, list[Measured]] = defaultdict(list)
+        for index, name in enumerate(names):
+            rows = [row for other in parts if other is not part for row in other[index]]
+            others[name] += _at_most(rows, 80, seed + place)
+        fitted = fit_each(others)
+        found += [
+            (row, predict(row, hardware_with(row.cluster, fitted[name])))
+            for name, rows in zip(names, part, strict=True)
+            for row in rows
         ]
-        hardware = fit(others, Hardware.load(others[0].cluster))
-        found += [(row, predict(row, hardware)) for rows in part for row in rows]
-    return found
-
-
-def _by_hardware(groups: Mapping[str, Sequence[Measured]]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for name, rows in groups.items():
-        found[rows[0].cluster] = (*found.get(rows[0].cluster, ()), name)
     return found
 
 
@@ -210,11 +245,31 @@ def memory_summary(rows: Sequence[Measured]) -> dict[str, float]:
     }
 
 
+def fitted_constants(timed: Mapping[str, list[Measured]], seed: int) -> dict[str, Any]:
+    """Return the number of rows and the constants of each hardware file."""
+    chosen: dict[str, list[Measured]] = defaultdict(list)
+    for rows in timed.values():
+        chosen[rows[0].cluster] += _at_most(rows, 80, seed)
+    return {name: {"rows": len(chosen[name]), **each.model_dump()} for name, each in fit_each(chosen).items()}
+
+
+def predictions(timed: Mapping[str, list[Measured]], options: argparse.Namespace) -> list[tuple[Measured, float]]:
+    """Return rows with their predictions by the constants of the hardware files, or by a cross-validation."""
+    rows = list(timed.values())
+    if options.shipped:
+        return [(row, predict(row, _load(row.cluster))) for each in rows for row in each]
+    if sum(map(len, rows)) < options.folds:
+        return []
+    parts = parts_of_models(rows) if options.models else random_parts(rows, options.folds, options.seed)
+    names = [each[0].cluster if options.shared else each[0].group for each in rows]
+    return cross_validated(parts, names, options.seed)
+
+
 def main() -> None:
     """Fit, predict and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--only", help="part of the name of a cluster")
+    parser.add_argument("--only", default="", help="part of the name of a generation, or of a group on A100")
     parser.add_argument("--folds", type=int, default=5, help="number of folds of the cross-validation")
     parser.add_argument("--models", action="store_true", help="hold out the rows of one model at a time")
     parser.add_argument("--seed", type=int, default=20261123, help="seed of the folds and of the choice of rows")
@@ -228,32 +283,27 @@ def main() -> None:
     groups: dict[str, list[Measured]] = defaultdict(list)
     for row in read(options.file):
         groups[row.group].append(row)
-    clusters = _by_hardware(groups) if options.shared or options.fit else CLUSTERS
     result: dict[str, Any] = {}
-    for cluster, members in clusters.items():
-        if options.only and options.only not in cluster:
+    for generation, members in GENERATIONS.items():
+        if options.only not in generation:
             continue
-        timed = [[row for row in groups[name] if row.seconds is not None] for name in members]
-        fitted = [rows for rows in timed if rows[0].group not in HELD_OUT]
-        hardware = Hardware.load(timed[0][0].cluster)
+        timed = {
+            name: [row for row in groups[name] if row.seconds is not None]
+            for name in members
+            if options.shipped or name not in HELD_OUT
+        }
         if options.fit:
-            chosen = [row for rows in fitted for row in _at_most(rows, 80, options.seed)]
-            result[cluster] = fit(chosen, hardware).fitted.model_dump()
+            result |= fitted_constants(timed, options.seed)
             continue
-        if options.shipped:
-            found = [(row, predict(row, hardware)) for rows in timed for row in rows]
-        elif sum(map(len, fitted)) < options.folds:
-            continue
-        else:
-            parts = parts_of_models(fitted) if options.models else random_parts(fitted, options.folds, options.seed)
-            found = cross_validated(parts, options.seed)
-        predicted = [[pair for pair in found if pair[0].group == name] for name in members]
-        for pairs in filter(None, predicted):
-            rows, values = zip(*pairs, strict=True)
-            entry = summary(rows, values, hardware)
-            result[rows[0].group] = entry | memory_summary(groups[rows[0].group])
+        by_hardware: dict[str, list[list[tuple[Measured, float]]]] = defaultdict(list)
+        found = predictions(timed, options)
+        for name in members:
+            if pairs := [pair for pair in found if pair[0].group == name]:
+                hardware = _load(pairs[0][0].cluster)
+                result[name] = summary(*zip(*pairs, strict=True), hardware) | memory_summary(groups[name])
+                by_hardware[pairs[0][0].cluster].append(pairs)
         if options.shared:
-            result[cluster] = interval_widths(predicted)
+            result |= {cluster: interval_widths(each) for cluster, each in by_hardware.items()}
     if options.shipped:
         result["not read"] = Counter(f"{row['system']}: {row['model']}" for row in unread(options.file))
     print(json.dumps(result, indent=2))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
+from d9d_loop.planning.plan_layout import Captured, Dispatch
 
 Row = dict[str, str]
 
@@ -294,7 +295,8 @@ def _kempner(row: Row) -> Measured | None:
     """Read a row of KempnerForge: parameters, gradients, Adam moments and loss in bf16; peak of allocated tensors.
 
     Its "GB" are GiB (`kempnerforge/metrics/memory.py`), and its nodes have four devices. FSDP2 reduces gradients in
-    fp32, in the last microbatch. Tensor-parallel ranks gather the logits and split sequences. The loss holds logits,
+    fp32, in the last microbatch. Tensor-parallel ranks gather the logits, split sequences, and each
+    hold the whole embedding (`kempnerforge/distributed/tensor_parallel.py`). The loss holds logits,
     log-softmax, and a gradient of each. The 8B model on 8 data-parallel ranks is not compiled. The script of the
     sweep runs 7B on 1 and 2 data-parallel ranks with microbatches of 2 (`mfu_bench.sh`). Without data parallelism, the
     whole model is one compiled graph, which returns all gradients at once and adds them to those of earlier ones.
@@ -317,6 +319,7 @@ def _kempner(row: Row) -> Measured | None:
         master_bytes=4,
         pointwise="eager" if (size, degrees["dp"]) == ("14", 8) and degrees["tp"] == 1 else "compiled",
         loss_bytes=8,
+        splits_embedding=False,
         gathers_logits=True,
     )
     memory = float(row["mem_gib"]) * 2**30
@@ -426,25 +429,53 @@ _BRIDGE_CLUSTERS = {
 }
 
 
-# Microbatch sizes of the recipes that capture attention, router and preprocessing, by model and device.
-_PARTLY_CAPTURED = {
-    "Qwen3_30B_a3B": {"B200": 4, "B300": 8, "GB200": 4, "GB300": 8},
-    "Qwen3_235B_a22B": {"GB200": 1, "GB300": 2},
-    "DeepSeekV3": {"GB200": 1},
-    "GPT OSS 120B": {"B300": 4, "GB300": 4},
+# Models of recipes for a device that capture a whole step in a graph, group the products of experts, and overlap
+# all-to-alls, in MXFP8 from release 26.06 on; then attention has float8 products too, except in the last one.
+_WHOLE_STEP = {
+    "Qwen3_30B_a3B": ("B300", "GB200", "GB300"),
+    "Qwen3_235B_a22B": ("GB200", "GB300"),
+    "GPT OSS 120B": ("GB200", "GB300"),
+    "DeepSeekV3": ("GB300", "GB200"),
+}
+# Other recipes, by model, device, microbatch size and expert-parallel degree: operators in captured graphs, rows that
+# the dispatcher sends, and whether all-to-alls overlap. By default none, a row for each node, and False.
+_RECIPES: dict[tuple[str, str, int, int], tuple[Captured, Dispatch, bool]] = {
+    ("Qwen3_30B_a3B", "B200", 1, 8): ("router", "rows", False),
+    ("Qwen3_30B_a3B", "B200", 4, 8): ("attention", "nodes", False),
+    ("Qwen3_30B_a3B", "B300", 8, 8): ("router", "nodes", False),
+    ("Qwen3_30B_a3B", "GB200", 4, 8): ("router", "nodes", False),
+    ("Qwen3_30B_a3B", "GB300", 8, 8): ("router", "nodes", False),
+    ("Qwen3_30B_a3B", "H100", 1, 8): ("none", "nodes", True),
+    ("Qwen3_235B_a22B", "B200", 1, 8): ("none", "rows", False),
+    ("Qwen3_235B_a22B", "B300", 1, 8): ("none", "rows", True),
+    ("Qwen3_235B_a22B", "GB200", 1, 32): ("attention", "nodes", False),
+    ("Qwen3_235B_a22B", "GB300", 2, 32): ("attention", "nodes", False),
+    ("Qwen3_235B_a22B", "H100", 1, 32): ("none", "rows", True),
+    ("DeepSeekV3", "B300", 2, 8): ("attention", "nodes", False),
+    ("DeepSeekV3", "GB200", 1, 64): ("attention", "nodes", False),
+    ("GPT OSS 120B", "B300", 4, 8): ("attention", "nodes", False),
+    ("GPT OSS 120B", "B300", 4, 64): ("attention", "rows", False),
+    ("GPT OSS 120B", "GB200", 4, 64): ("none", "rows", False),
+    ("GPT OSS 120B", "GB300", 4, 64): ("attention", "rows", False),
+    ("GPT OSS 120B", "H100", 1, 8): ("none", "rows", False),
 }
 
 
-# Recipes before 26.06 with `moe_a2a_overlap`, by model, device and expert-parallel degree.
-_OVERLAPPED = (("DeepSeekV3", "DGX-B200", 32), ("Qwen3_235B_a22B", "DGX-H100", 32))
-
-
-def _captured(row: Row, *, is_new: bool) -> float:
-    """Return the share of operators in captured graphs: all, none, or about 0.7 if experts and dispatch are outside."""
-    device, model = row["gpu"].removeprefix("DGX-"), row["model"]
-    if is_new and (model, device) != ("GPT OSS 120B", "B300"):
-        return 1.0
-    return 0.7 if _number(row, "mbs") == _PARTLY_CAPTURED.get(model, {}).get(device) else 0.0
+def _recipe(row: Row, ep: int) -> dict[str, Any]:
+    """Return the traits of a recipe for a sparse model (`scripts/performance/configs`, v0.3.0 to v0.5.0)."""
+    model, device = row["model"], row["gpu"].removeprefix("DGX-")
+    if row["system"].split()[1] >= "26.06" and row["precision"] == "MXFP8" and device in _WHOLE_STEP.get(model, ()):
+        # Products of attention in float8 make it about 1.5 times faster (Shah et al. 2024, figures 5 and 6).
+        speed = 2 if (model, device) == ("DeepSeekV3", "GB200") else 3
+        return {
+            "captured": "step",
+            "groups_experts": True,
+            "overlaps_experts": True,
+            "dispatch": "nodes",
+            "attention_speed": speed,
+        }
+    captured, dispatch, overlaps = _RECIPES.get((model, device, _number(row, "mbs"), ep), ("none", "nodes", False))
+    return {"captured": captured, "groups_experts": False, "overlaps_experts": overlaps, "dispatch": dispatch}
 
 
 def _bridge(row: Row) -> Measured | None:
@@ -461,9 +492,6 @@ def _bridge(row: Row) -> Measured | None:
         return None
     if row["model"] == "DeepSeekV3":  # plus a layer for multi-token prediction
         shape = replace(shape, num_layers=62)
-    # Recipes from 26.06 on capture whole steps of sparse models in MXFP8, group products, and overlap all-to-alls.
-    release = row["system"].split()[1]
-    is_new = release >= "26.06" and row["precision"] == "MXFP8" and bool(shape.num_experts)
     degrees = _degrees(row)
     fsdp = row["sharding"] not in ("", "FSDP 0") or (not shape.num_experts and degrees["tp"] * degrees["pp"] == 1)
     layout = PlanLayout(
@@ -474,18 +502,24 @@ def _bridge(row: Row) -> Measured | None:
         reduces_each_microbatch=fsdp,
         gradient_bytes=2,
         overlaps_weight_gradients=True,
+        overlaps_pipeline=_number(row, "vp") > 1,
         overlaps_tensor=row["precision"] != "NVFP4",
         pointwise="fused",
         dtype={"BF16": "bf16", "NVFP4": "fp4"}.get(row["precision"], "fp8"),
         routing_skew=1.0,
         attention_speed=2,
-        groups_experts=is_new,
-        overlaps_experts=is_new or (row["model"], row["gpu"], degrees["ep"]) in _OVERLAPPED,
-        captured=_captured(row, is_new=is_new),
-        deduplicates_nodes=(row["model"], row["gpu"]) != ("Qwen3_235B_a22B", "DGX-H100"),
         shards_experts=False,
         splits_shared_experts=True,
     )
+    if shape.num_experts:
+        layout = replace(layout, **_recipe(row, degrees["ep"]))
+    if shape.latent and layout.attention_speed == 2:  # recomputes the products that expand queries, keys and values
+        q, kv, rope, value = shape.latent
+        expanded = shape.num_heads * (q * (shape.head_dim + rope) + kv * (shape.head_dim + value))
+        every = shape.attention_parameters + 3 * shape.hidden_size * (
+            shape.top_k * shape.expert_size + shape.shared_size
+        )
+        layout = replace(layout, recompute="selective", saved_products=1 - expanded / every)
     layout = _whole_stages(layout, shape)
     cluster = _BRIDGE_CLUSTERS[row["gpu"]]
     return Measured(f"Megatron-Bridge {cluster}", cluster, shape, (layout,), float(row["step_s"]), None, row)
@@ -517,7 +551,7 @@ def _automodel(row: Row) -> Measured | None:
         stages_per_rank=_number(row, "vp"),
         recompute="none" if is_gpt else "full",
         attention_speed=1 if is_gpt else 2,
-        deduplicates_nodes=True,
+        dispatch="nodes",
         adjacent_experts=True,
         routing_skew=1.0,
         groups_experts=False,

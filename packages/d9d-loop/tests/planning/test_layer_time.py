@@ -6,7 +6,7 @@ import pytest
 
 from d9d_loop.planning import DecoderShape, Hardware, PlanLayout
 from d9d_loop.planning.collective_time import Span, collective_seconds
-from d9d_loop.planning.layer_time import head_time, layer_time
+from d9d_loop.planning.layer_time import LAYER_PARTS, OVERLAP_OPERATORS, head_time, layer_time
 from d9d_loop.planning.overlap import CONTENTION
 
 HARDWARE = Hardware.load("h100-dgx")
@@ -91,12 +91,29 @@ def test_biases_and_clamped_gates_read_and_write_the_rows_of_experts(grouped: bo
 
 
 def test_tokens_cross_the_network_once_for_each_node() -> None:
-    """With 2 nodes, nearly every token has experts on 5 ranks of the other node; 1 row is sent instead of 5."""
-    rows, nodes, adjacent = (
+    """With 2 nodes, nearly every token has experts on 3 to 4 ranks of the other node; 1 row is sent instead."""
+    ranks, nodes, adjacent = (
         layer_time(SPARSE, replace(LAYOUT, **traits), HARDWARE, sparse=True).forward.expert
-        for traits in ({}, {"deduplicates_nodes": True}, {"deduplicates_nodes": True, "adjacent_experts": True})
+        for traits in ({}, {"dispatch": "nodes"}, {"dispatch": "nodes", "adjacent_experts": True})
     )
-    assert rows > 2 * nodes > 2 * adjacent
+    assert ranks > 2 * nodes > 2 * adjacent
+
+
+def test_an_all_to_all_of_rows_sends_each_row_of_a_token() -> None:
+    """Of 8 rows on 16 ranks, 16 (1 - (15/16)^8) = 6.45 go to different ranks; latencies are negligible here."""
+    rows, ranks = (
+        layer_time(SPARSE, replace(LAYOUT, length=2**20, dispatch=each), HARDWARE, sparse=True).forward.expert
+        for each in ("rows", "ranks")
+    )
+    assert rows / ranks == pytest.approx(8 / (16 * (1 - (15 / 16) ** 8)), rel=1e-3)
+
+
+def test_overlapped_all_to_alls_launch_each_part_of_a_layer_separately() -> None:
+    plain, overlapped = (
+        layer_time(SPARSE, replace(LAYOUT, overlaps_experts=each), HARDWARE, sparse=True) for each in (False, True)
+    )
+    for name in ("forward", "backward"):
+        assert getattr(overlapped, name).operators - getattr(plain, name).operators == LAYER_PARTS * OVERLAP_OPERATORS
 
 
 @pytest.mark.parametrize("length", [4096, 16])

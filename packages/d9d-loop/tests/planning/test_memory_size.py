@@ -83,7 +83,16 @@ def test_gathered_logits_are_not_divided_by_the_tensor_parallel_degree() -> None
     shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
     layout = PlanLayout(tp=4, length=64, loss_bytes=8)
     assert memory_of(shape, layout, 0).loss == 64 * 100 * 8 / 4
-    assert memory_of(shape, replace(layout, gathers_logits=True), 0).loss == 64 * 100 * (8 + 4 / 4)
+    assert memory_of(shape, replace(layout, gathers_logits=True), 0).loss == 64 * 100 * 8
+
+
+def test_a_whole_embedding_is_held_by_each_tensor_parallel_rank() -> None:
+    shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=64)
+    layout = PlanLayout(tp=4, length=64)
+    split, whole = (memory_of(shape, replace(layout, splits_embedding=each), 0) for each in (True, False))
+    added = shape.embedding_parameters * 3 / 4
+    assert whole.parameters - split.parameters == added * layout.stored_weight_bytes
+    assert whole.optimizer - split.optimizer == added * layout.master_bytes
 
 
 @pytest.mark.parametrize(("tp", "ep", "shard_ranks"), [(1, 1, 16), (1, 4, 4), (4, 1, 4), (4, 8, 1), (2, 32, 2)])
@@ -242,6 +251,7 @@ def test_the_measured_memory_of_published_steps() -> None:
         stored_weight_bytes=2,
         master_bytes=4,
         loss_bytes=8,
+        splits_embedding=False,
         gathers_logits=True,
     )
     assert memory_of(llama_70b, kempner, 0).model / 2**30 == pytest.approx(82.9, rel=0.05)

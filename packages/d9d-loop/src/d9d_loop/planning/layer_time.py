@@ -34,6 +34,8 @@ FORWARD_OPERATORS = 26
 BACKWARD_OPERATORS = 50
 SPARSE_OPERATORS = 30
 LOOP_OPERATORS = 60  # to count and split tokens, if each expert has its own product
+OVERLAP_OPERATORS = 30  # per part of a layer and pass: streams, events, and autograd's start, if all-to-alls overlap
+LAYER_PARTS = 5  # attention, dispatch, experts, combine, weight gradients
 COLLECTIVE_OPERATORS = 3  # per tensor-parallel collective: checks, events and waits of its process group
 
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
@@ -126,8 +128,12 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         of_inputs = (each for each in parallel if each.inputs == shape.hidden_size)
         hidden = sum(_linear(hardware, layout, each).weight_gradient for each in of_inputs)
         tensor, backward_tensor = _tensor_times(layout, pairs * pair, (split_forward, split_backward), hidden)
-    extra = (SPARSE_OPERATORS if sparse else 0) + (pairs * COLLECTIVE_OPERATORS if t > 1 else 0)
+    router = SPARSE_OPERATORS if sparse and layout.captured == "none" else 0
+    extra = router + (pairs * COLLECTIVE_OPERATORS if t > 1 else 0)
+    outside = 0 if sparse and layout.captured == "attention" else 1
     launched = _loop_operators(shape, layout) if sparse else 0.0
+    if sparse and layout.overlaps_experts:
+        extra += LAYER_PARTS * OVERLAP_OPERATORS
     kv_bytes = tokens * max(1.0, shape.num_kv_heads / t) * shape.head_dim * 2 * 2
     context = _context_collectives(layout, hardware, kv_bytes)
     forward = PassTime(
@@ -136,7 +142,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         pointwise=pointwise_seconds(hardware, moved_forward, num_kernels=num_kernels),
         tensor=tensor,
         context=context,
-        operators=FORWARD_OPERATORS + extra + launched,
+        operators=outside * FORWARD_OPERATORS + extra + launched,
     )
     backward = PassTime(
         matmul=split_backward + whole_backward,
@@ -144,7 +150,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         pointwise=pointwise_seconds(hardware, moved_backward, num_kernels=2 * num_kernels),
         tensor=backward_tensor,
         context=2 * context,
-        operators=BACKWARD_OPERATORS + extra + (SPARSE_OPERATORS if sparse else 0) + 2 * launched,
+        operators=outside * BACKWARD_OPERATORS + extra + router + 2 * launched,
     )
     if sparse and layout.ep > 1:
         computation = sum(each.matmul + each.attention + each.pointwise for each in (forward, backward))
@@ -388,7 +394,7 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
         num_bytes * _copies(shape, layout, layout.ep),
         span,
         skew=layout.routing_skew,
-        network_bytes=num_bytes * _copies(shape, layout, span.num_nodes) if layout.deduplicates_nodes else None,
+        network_bytes=num_bytes * _copies(shape, layout, span.num_nodes) if layout.dispatch == "nodes" else None,
     )
     if layout.overlaps_experts:
         return exposed_seconds(computation, 2 * seconds, first=0.0, contends=span.per_node > 1) / 2
@@ -397,6 +403,8 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
 
 def _copies(shape: DecoderShape, layout: PlanLayout, places: int) -> float:
     """Return the expected number of ranks or nodes, of `places` in total, that hold an expert of a token."""
+    if layout.dispatch == "rows":
+        return shape.top_k
     if layout.adjacent_experts:
         return max(1.0, shape.top_k * places / shape.num_experts)
     return places * (1 - (1 - 1 / places) ** shape.top_k)

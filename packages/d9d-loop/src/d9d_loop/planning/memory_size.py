@@ -13,9 +13,9 @@
 P: parameters of the rank. w, g, o: bytes per parameter of stored weights, gradients and optimizer state. w': bytes per
 gathered weight. V: vocabulary size, h: hidden size, t: tensor-parallel degree, p: pipeline ranks, m: microbatches.
 
-Gathered logits are whole (t = 1); the rank's shard of the logits and of their gradient comes on top. With several
-microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces them in each one. They have
-the dtype in which they are reduced (FSDP2: `FSDPParam.to_accumulated_grad_if_needed`).
+Gathered logits are whole (t = 1); at the peak, the rank's shard of them is freed, and that of their gradient not yet
+allocated. With several microbatches, ZeRO-3 keeps whole gradients until the last backward pass, unless it reduces them
+in each one. They have the dtype in which they are reduced (FSDP2: `FSDPParam.to_accumulated_grad_if_needed`).
 
 Loss and layers need memory at different times. PyTorch's caching allocator keeps freed blocks, and those of the forward
 pass of layers are too small for the logits, so both are reserved. FSDP2 gathers into a flat buffer of another stream,
@@ -114,24 +114,18 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
         weight_gradients += one * (layout.weight_bytes + layout.gradient_bytes)
         largest = max(largest, one, group.outside)
     has_head = pipeline_rank == layout.head_rank
+    logits = layout.tokens_per_microbatch * shape.vocab_size / (1 if layout.gathers_logits else layout.tp)
     return Memory(
         parameters=sharded(layout.stored_weight_bytes, at=("parameters",)),
         gradients=gradients,
         optimizer=sharded(layout.master_bytes, at=("parameters", "gradients", "optimizer")),
         activations=_activations(shape, layout, pipeline_rank),
         gathered=gathered,
-        loss=layout.tokens_per_microbatch * shape.vocab_size * _loss_bytes(layout) if has_head else 0.0,
+        loss=logits * layout.loss_bytes if has_head else 0.0,
         forward=forward,
         layer=forward + weight_gradients,
         buffers=largest * layout.weight_bytes + _transfer_buffers(shape, layout, pipeline_rank),
     )
-
-
-def _loss_bytes(layout: PlanLayout) -> float:
-    """Return the bytes of the loss per token and vocabulary entry."""
-    if layout.gathers_logits and layout.tp > 1:
-        return layout.loss_bytes + 2 * 2 / layout.tp
-    return layout.loss_bytes / layout.tp
 
 
 def activation_bytes_per_token(shape: DecoderShape, layout: PlanLayout, *, sparse: bool) -> float:

@@ -7,6 +7,8 @@ from d9d_pipeline.schedule import StagePlacement
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicated", "optimizer", "gradients", "parameters"]
+Captured = Literal["none", "router", "attention", "step"]
+Dispatch = Literal["rows", "ranks", "nodes"]
 Pointwise = Literal["eager", "fused", "compiled"]
 
 
@@ -43,11 +45,12 @@ class PlanLayout:
         overlaps_gradients: True if the gradient reduction overlaps the backward pass.
         overlaps_tensor: True if each tensor-parallel collective overlaps its product in parts (async TP).
         groups_experts: True if one kernel multiplies all experts of a rank; False if each expert has its own.
-        deduplicates_nodes: True if a token is sent to a node once, even if several ranks of the node have an expert for
-            it.
+        dispatch: Rows that experts of other ranks receive: each row of a token (rows), a token once for each rank with
+            one of its experts (ranks), or also only once across the network for each node (nodes).
         adjacent_experts: True if the experts of a token are consecutive, as a benchmark's router may choose them.
         routing_skew: Ratio of the rows that the busiest rank receives to the mean; 1 for a forced balance.
-        captured: Share of the operators that run in captured graphs, so that the host does not launch them.
+        captured: Operators in captured graphs, which the host does not launch: those of the router, also those of
+            attention and norms, or all operators of a step.
         overlaps_experts: True if the all-to-alls of experts overlap another microbatch's computation.
         overlaps_pipeline: True if sends between stages overlap computation.
         splits_transfers: True if each tensor-parallel rank sends only a part of the activations to the next stage.
@@ -66,6 +69,7 @@ class PlanLayout:
             in addition to the products that compute them; 0 if these products accumulate in place.
         overlaps_weight_gradients: True if the backward pass's tensor-parallel collectives overlap weight gradients.
         loss_bytes: Bytes per logit of the loss: logits, their copies, and gradients.
+        splits_embedding: True if tensor-parallel ranks split the embedding; False if each has a whole one.
         gathers_logits: True if tensor-parallel ranks hold the logits of the whole vocabulary.
         shards_experts: True if all ranks with the same experts shard them (ZeRO 3) for any `sharding` and
             `shard_ranks`, as `d9d_dist.parallelize_experts` does; False if experts are sharded like other parameters.
@@ -97,10 +101,10 @@ class PlanLayout:
     overlaps_tensor: bool = False
     overlaps_experts: bool = False
     groups_experts: bool = True
-    deduplicates_nodes: bool = False
+    dispatch: Dispatch = "ranks"
     adjacent_experts: bool = False
     routing_skew: float = 1.1
-    captured: float = 0.0
+    captured: Captured = "none"
     overlaps_pipeline: bool = True
     splits_transfers: bool = True
     weight_bytes: float = 2
@@ -115,6 +119,7 @@ class PlanLayout:
     accumulation_bytes: float = 0
     overlaps_weight_gradients: bool = False
     loss_bytes: float = 14
+    splits_embedding: bool = True
     gathers_logits: bool = False
     shards_experts: bool = True
     splits_shared_experts: bool = False

@@ -177,16 +177,15 @@ def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int
     num_dense, num_sparse = layers_of(shape, layout, pipeline_rank)
     every = (num_dense + num_sparse) * shape.attention_parameters + num_dense * shape.dense_parameters
     is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.head_rank
-    outside = shape.embedding_parameters if is_first else 0
+    embedding_ranks = layout.tp if layout.splits_embedding else 1
+    outside = shape.embedding_parameters / embedding_ranks if is_first else 0.0
     if is_last:
-        outside += shape.head_parameters or (0 if is_first else shape.hidden_size * shape.vocab_size)
+        outside += (shape.head_parameters or (0 if is_first else shape.hidden_size * shape.vocab_size)) / layout.tp
     router = shape.hidden_size * shape.num_experts
     shared = (shape.shared_parameters - router) / (layout.tp if layout.splits_shared_experts else 1)
-    size = (every + outside) / layout.tp + num_sparse * (shared + router)
+    size = every / layout.tp + outside + num_sparse * (shared + router)
     ranks, modules = layout.dp * layout.cp, num_dense + num_sparse + 1
-    groups = [
-        ParameterGroup(size, outside / layout.tp, modules, layout.sharding, ranks, layout.sharding_ranks, layout.tp)
-    ]
+    groups = [ParameterGroup(size, outside, modules, layout.sharding, ranks, layout.sharding_ranks, layout.tp)]
     if num_sparse:
         # Tensor parallelism does not split experts: its ranks have different tokens, and hold copies of the experts.
         copies = max(1, ranks * layout.tp // layout.ep)
@@ -222,7 +221,7 @@ def _rank(
     The seconds include waits for the host. Launch-bound time is computed for layers and for the rest separately: the
     host cannot launch far ahead, because the loss and the sends of a microbatch synchronize.
     """
-    host = (1 - layout.captured) * hardware.fitted.host_seconds
+    host = 0.0 if layout.captured == "step" else hardware.fitted.host_seconds
     total, again, seconds, first = PassTime(), PassTime(), 0.0, 0.0
     for layer, count in zip(layers, layers_of(shape, layout, index), strict=True):
         one = layer.forward + layer.backward + layer.recompute
