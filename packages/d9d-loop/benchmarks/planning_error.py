@@ -43,8 +43,8 @@ BOUNDS = {
     "link_efficiency": (0.2, 0.75, 1.0),
     "network_efficiency": (0.2, 0.75, 1.0),
 }
-# Groups of hardware of one generation: the constants of each group are fitted near those of all of them. Groups on A100
-# are fitted alone, and those with few rows not at all.
+# Groups on hardware of one generation: the constants of each group are fitted near those of all of them. Groups on A100
+# are fitted alone.
 GENERATIONS = {
     "vTrain single-node": ("vTrain single-node",),
     "vTrain multi-node": ("vTrain multi-node",),
@@ -69,8 +69,8 @@ GENERATIONS = {
     "prime-rl": ("prime-rl h100-dgx", "prime-rl h200-dgx", "prime-rl b200-dgx"),
 }
 
-# Groups measured with another software system than the other groups of the cluster; their rows are not fitted.
-HELD_OUT = ("MT-NLG",)
+# Groups whose rows are not fitted: measured with another software system than the other groups of the cluster, or few.
+HELD_OUT = ("MT-NLG", "prime-rl h100-dgx", "prime-rl h200-dgx", "prime-rl b200-dgx")
 
 
 def predict(row: Measured, hardware: Hardware) -> float:
@@ -78,7 +78,7 @@ def predict(row: Measured, hardware: Hardware) -> float:
     return row.passes * min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
 
 
-def fit(rows: Sequence[Measured], near: Fitted | None = None) -> Fitted:
+def fit(rows: Sequence[Measured], near: Fitted | None = None, *, starts: int = 2) -> Fitted:
     """Return constants fitted to the logarithms of the step times, near the centers of their bounds or near others.
 
     The standard deviation of the prior is 0.3 around the centers, and 0.15 around the constants of other rows, in
@@ -108,7 +108,7 @@ def fit(rows: Sequence[Measured], near: Fitted | None = None) -> Fitted:
         least_squares(
             errors, point, bounds=(low, high), loss="cauchy", f_scale=0.06, diff_step=1e-2, ftol=1e-5, xtol=1e-4
         )
-        for point in ((start, (start + low) / 2) if near is None else (start,))
+        for point in (start, (start + low) / 2)[:starts]
     ]
     return constants(min(found, key=lambda each: each.cost).x)
 
@@ -125,8 +125,8 @@ def fit_each(rows: Mapping[str, Sequence[Measured]]) -> dict[str, Fitted]:
     """Return the constants of each name, near those of all rows if there are several names."""
     if len(rows) == 1:
         return {name: fit(kept) for name, kept in rows.items()}
-    every = fit([row for kept in rows.values() for row in _at_most(kept, 40, 0)])
-    return {name: fit(kept, every) if kept else every for name, kept in rows.items()}
+    every = fit([row for kept in rows.values() for row in _at_most(kept, 40, 0)], starts=1)
+    return {name: fit(kept, every, starts=1) if kept else every for name, kept in rows.items()}
 
 
 def naive_rate(rows: Sequence[Measured]) -> float:

@@ -87,7 +87,7 @@ def _with_bubble(time: StepTime, bubble: float) -> StepTime:
 class ScheduleBubbles:
     """Bubbles of a schedule without a closed form in many layouts of a decoder on a cluster.
 
-    Simulations are shared by layouts whose stages have the same relative durations, rounded to 1 / 20 of a stage. Once
+    Simulations are shared by layouts whose stages have the same relative durations, rounded to 1 / 40 of a stage. Once
     the pipeline is full, the bubble grows linearly with rounds of p microbatches on p ranks, so at most 4 p of them are
     simulated.
     """
@@ -105,7 +105,7 @@ class ScheduleBubbles:
             layers: Times of the layout's layers, from `layer_times`.
         """
         stages = stage_times(self._shape, layout, self._hardware, layers)
-        unit = sum(each.total for each in stages) / len(stages) / 20
+        unit = sum(each.total for each in stages) / len(stages) / 40
         rounded = tuple(each.rounded(unit) for each in stages)
         transfer = round(transfer_seconds(self._shape, layout, self._hardware) / unit)
         busy = time.total - time.data - time.optimizer - time.bubble
