@@ -4,8 +4,9 @@
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
 
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of its group, or with --shared of
-each group on the same hardware. Groups on Hopper and on Blackwell are first fitted together, without the held-out rows,
-and then each near the common constants, because most have few rows. --shared also prints the half widths of intervals
+each group on the same hardware. Groups on DGX H100 and on Blackwell, which have few rows, are first fitted together,
+without the held-out rows, and then each near the common constants, with a prior of the same width as that of the common
+fit. --shared also prints the half widths of intervals
 that contain 90 % of the held-out times of each group, for dense and for sparse models. `covered` is the fraction of
 times within the interval of the hardware file, which comes from folds with another seed. `naive_mape` is the error of a
 naive model: model FLOPs (x 4/3 with full recomputation), divided by the median rate of the group. With --shipped, each
@@ -43,23 +44,17 @@ BOUNDS = {
     "link_efficiency": (0.2, 0.75, 1.0),
     "network_efficiency": (0.2, 0.75, 1.0),
 }
-# Groups on hardware of one generation: the constants of each group are fitted near those of all of them. Groups on A100
-# are fitted alone.
+# Groups on similar hardware: the constants of each group are fitted near those of all of them. Other groups are fitted
+# alone.
 GENERATIONS = {
     "vTrain single-node": ("vTrain single-node",),
     "vTrain multi-node": ("vTrain multi-node",),
     "Selene": ("SC21", "Korthikanti", "MT-NLG"),
     "llm-foundry a100-80-dgx": ("llm-foundry a100-80-dgx",),
     "llm-foundry a100-40-dgx": ("llm-foundry a100-40-dgx",),
-    "Hopper": (
-        "Megatron H100",
-        "llm-foundry h100-dgx",
-        "torchtitan",
-        "KempnerForge",
-        "AutoModel",
-        "Meta",
-        "Megatron-Bridge h100-dgx",
-    ),
+    "DGX H100": ("Megatron H100", "llm-foundry h100-dgx", "AutoModel", "Meta", "Megatron-Bridge h100-dgx"),
+    "torchtitan": ("torchtitan",),
+    "KempnerForge": ("KempnerForge",),
     "Blackwell": (
         "Megatron-Bridge b200-dgx",
         "Megatron-Bridge b300-dgx",
@@ -88,7 +83,7 @@ def fit(rows: Sequence[Measured], near: Fitted | None = None, *, starts: int = 2
     low, start, high = (np.log([BOUNDS[name][side] for name in names]) for side in range(3))
     if near is not None:
         start = np.clip(np.log([getattr(near, name) for name in names]), low + 1e-6, high - 1e-6)
-    stiffness = 0.2 if near is None else 0.4
+    stiffness = 0.2
 
     def constants(point: Any) -> Fitted:
         return Fitted(**{name: float(value) for name, value in zip(names, np.exp(point), strict=True)})

@@ -116,13 +116,37 @@ def test_overlapped_all_to_alls_launch_each_part_of_a_layer_separately() -> None
         assert getattr(overlapped, name).operators - getattr(plain, name).operators == LAYER_PARTS * OVERLAP_OPERATORS
 
 
+def test_an_all_to_all_of_rows_moves_them_twice_more() -> None:
+    """It sorts rows by rank and then by expert: one more read and write of each row than other dispatchers."""
+    rows, ranks = (
+        layer_time(SPARSE, replace(LAYOUT, dispatch=each), HARDWARE, sparse=True) for each in ("rows", "ranks")
+    )
+    moved = LAYOUT.tokens_per_microbatch * SPARSE.top_k * SPARSE.hidden_size * 2 * 2
+    roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
+    for name in ("forward", "backward"):
+        added = getattr(rows, name).pointwise - getattr(ranks, name).pointwise
+        assert added == pytest.approx(moved / roof)
+
+
+def test_expert_transfers_also_overlap_waits_for_the_host() -> None:
+    """Small layers wait for the host, which leaves more time to hide transfers over the network."""
+    layout = replace(LAYOUT, length=512, ep=64, dp=64, overlaps_experts=True, groups_experts=False, dispatch="rows")
+    slow, fast = (
+        HARDWARE.model_copy(update={"fitted": HARDWARE.fitted.model_copy(update={"host_seconds": each})})
+        for each in (1e-4, 1e-7)
+    )
+    waits, computes = (layer_time(SPARSE, layout, each, sparse=True).forward.expert for each in (slow, fast))
+    assert waits < computes
+
+
 @pytest.mark.parametrize("length", [4096, 16])
 def test_expert_transfers_overlap_with_the_computation_of_the_layer(length: int) -> None:
     """Transfers hide behind the computation of long samples, but slow it down; for small experts, they exceed it."""
     shape = SPARSE if length > 1000 else replace(SPARSE, num_heads=1, num_kv_heads=1, expert_size=64, top_k=64)
     layout = replace(LAYOUT, length=length, groups_experts=True)
+    at_once = HARDWARE.model_copy(update={"fitted": HARDWARE.fitted.model_copy(update={"host_seconds": 0.0})})
     bare, hidden = (
-        layer_time(shape, replace(layout, overlaps_experts=each), HARDWARE, sparse=True) for each in (False, True)
+        layer_time(shape, replace(layout, overlaps_experts=each), at_once, sparse=True) for each in (False, True)
     )
     computation = sum(each.matmul + each.attention + each.pointwise for each in (bare.forward, bare.backward))
     seconds = 2 * bare.forward.expert

@@ -13,6 +13,7 @@ library is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Ba
 Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785.
 """
 
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -74,12 +75,17 @@ def matmul_seconds(
     """Return the time of `batch` products of m x k and k x n matrices with 2 bytes per element."""
     device, fitted = hardware.device, hardware.fitted
     rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * (1.0 if aligned else UNALIGNED)
-    # Elements of the output that a multiprocessor computes one after another, at the speed of the largest tile.
-    elements = min(ceil(batch * ceil(m / a) * ceil(n / b) / device.num_multiprocessors) * cost for a, b, cost in _COSTS)
+    elements = _elements(m, n, batch, device.num_multiprocessors)
     seconds = 2 * elements * (k + HALF_DEPTH) * device.num_multiprocessors / rate
     moved = 2 * batch * (m * k + k * n + m * n)
     roof = device.memory_bandwidth * fitted.memory_efficiency
     return max(seconds, moved / roof) + device.kernel_seconds
+
+
+@lru_cache(maxsize=4096)
+def _elements(m: float, n: float, batch: float, num_multiprocessors: int) -> float:
+    """Return the elements that a multiprocessor computes one after another, at the speed of the largest tile."""
+    return min(ceil(batch * ceil(m / a) * ceil(n / b) / num_multiprocessors) * cost for a, b, cost in _COSTS)
 
 
 def pointwise_seconds(hardware: Hardware, num_bytes: float, *, num_kernels: float = 1) -> float:

@@ -26,8 +26,9 @@ from d9d_loop.planning.kernel_time import (
     matmul_seconds,
     pointwise_seconds,
 )
+from d9d_loop.planning.launch_bound import launch_bound_seconds
 from d9d_loop.planning.overlap import exposed_seconds
-from d9d_loop.planning.plan_layout import PlanLayout, Pointwise
+from d9d_loop.planning.plan_layout import Dispatch, PlanLayout, Pointwise
 
 # Operators that the host launches: a layer's forward, and its backward (autograd's own overhead is in host_seconds).
 FORWARD_OPERATORS = 26
@@ -40,6 +41,14 @@ COLLECTIVE_OPERATORS = 3  # per tensor-parallel collective: checks, events and w
 
 POINTWISE_TRAFFIC: dict[Pointwise, float] = {"eager": 2.0, "fused": 1.0, "compiled": 0.6}
 """Bytes of a layer's pointwise operators, relative to one kernel for each norm, addition and activation function."""
+
+ROW_COPIES: dict[Dispatch | None, int] = {None: 2, "ranks": 4, "nodes": 4, "rows": 6}
+"""Reads and writes of the rows of tokens in a pass, by dispatcher; `None` if all experts are on the rank.
+
+On the rank: one write when tokens are sorted by expert, and one read when their outputs are added. A dispatcher also
+writes what it receives and reads what it returns (ranks, nodes). An all-to-all of rows sorts them once by rank and once
+by expert, before the experts and after them (Megatron-LM, `MoEAlltoAllTokenDispatcher`).
+"""
 
 BIAS_PASSES, CLAMPED_GATE_PASSES = 6, 11
 """Reads and writes of the inner rows of experts in a forward pass, for biases and for a clamped gate. Backward: twice.
@@ -153,7 +162,9 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         operators=outside * BACKWARD_OPERATORS + extra + router + 2 * launched,
     )
     if sparse and layout.ep > 1:
-        computation = sum(each.matmul + each.attention + each.pointwise for each in (forward, backward))
+        both = forward + backward
+        host = 0.0 if layout.captured == "step" else hardware.fitted.host_seconds
+        computation = launch_bound_seconds(both.matmul + both.attention + both.pointwise, both.operators, host)
         expert = PassTime(expert=_expert_collectives(shape, layout, hardware, computation))
         forward, backward = forward + expert, backward + expert
     again = _recomputation(layout, hardware, forward, core_bytes, _activation_bytes(shape, layout, sparse=sparse))
@@ -192,13 +203,14 @@ def _pointwise_bytes(
     thin = tokens * h / (t if layout.sequence_parallel else 1) * 2
     wide = tokens * (heads + 2 * kv_heads) * d * 2
     rows = tokens / t * shape.top_k if sparse else 0.0
-    inner = _activation_bytes(shape, layout, sparse=sparse) + rows * 2 * (2 * h + 3 * shape.expert_size)
+    inner = _activation_bytes(shape, layout, sparse=sparse) + rows * 2 * 3 * shape.expert_size
+    permuted = rows * 2 * ROW_COPIES[layout.dispatch if layout.ep > 1 else None] * h
     fusion = POINTWISE_TRAFFIC[layout.pointwise]
     norms_and_residuals = thin * (2 * 2 + 2 * (3.5 if layout.dropout else 3))
-    moved = fusion * (norms_and_residuals + 2 * wide + inner) + core_bytes
+    moved = fusion * (norms_and_residuals + 2 * wide + inner + permuted) + core_bytes
     # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
     # functions and softmax read a value more than in the forward pass.
-    moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner) + 1.5 * core_bytes
+    moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner + permuted) + 1.5 * core_bytes
     if sparse and shape.biased_experts:
         passes = BIAS_PASSES + (0 if layout.groups_experts else CLAMPED_GATE_PASSES)
         moved += passes * rows * shape.expert_size * 2 * 2
@@ -383,8 +395,8 @@ def _tensor_pair(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> fl
 def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, computation: float) -> float:
     """Return the exposed time of dispatch and combine in one pass.
 
-    A token is sent once to each rank that holds one of its experts. `computation` is the compute time of the forward
-    and the backward pass together, in seconds.
+    A token is sent once to each rank that holds one of its experts. `computation` is the time of the forward and the
+    backward pass together without them, with waits for the host, in seconds.
     """
     num_bytes = layout.tokens_per_microbatch / layout.tp * shape.hidden_size * 2
     span = Span.of(layout.ep, 1, hardware.devices_per_node)
