@@ -313,6 +313,62 @@ def test_a_loop_with_fully_shard(tmp_path: Path) -> None:
     check(from_a_loop, tmp_path, expected)
 
 
+def from_torchtitan(folder: Path) -> Trainer:
+    """Return the job of the pair for torchtitan: sequences with different numbers of labels."""
+    return Trainer(
+        config(
+            folder,
+            steps=10,
+            optimizer={"learning_rate": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "decays": "all"},
+            lr_schedule={"kind": "transformers", "name": "linear", "warmup_steps": 2},
+            gradients={"max_norm": 1.0},
+        ),
+        model=llama,
+        data=sequences(40),
+        task=NextToken(),
+    )
+
+
+def with_torchtitan() -> Curve:
+    """Run the loop of torchtitan: sums of losses, divided by the number of labels of all ranks."""
+    import transformers
+
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        rank, ranks = ctx.coordinate("batch", "dp"), ctx.size("batch", "dp")
+        model, curve = llama(), Curve()
+        for block in (*model.model.layers, model):
+            fully_shard(block, mesh=ctx.mesh_for("batch")["dp"])
+            block.set_gradient_divide_factor(1.0)
+            block.set_force_sum_reduction_for_comms(True)  # gloo has no sum of scaled values
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 10)
+        for start in range(0, 40, 4):
+            samples = sequences(40)[start + rank * 4 // ranks : start + (rank + 1) * 4 // ranks]
+            batch = torch.utils.data.default_collate(samples)
+            count = (batch["labels"][:, 1:] != -100).sum()
+            torch.distributed.all_reduce(count)
+            loss = NextToken().loss(model(input_ids=batch["input_ids"]), batch).total / count
+            loss.backward()
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            whole = loss.detach().clone()
+            torch.distributed.all_reduce(whole)
+            curve.norms.append(norm.full_tensor().item())
+            curve.losses.append(whole.item())
+            curve.rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        parameters: Any = dict(model.named_parameters())
+        curve.weights = {name: each.full_tensor().detach().clone() for name, each in parameters.items()}
+    return curve
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    expected = run_ranks(with_torchtitan, world_size=2)[0]
+    check(from_torchtitan, tmp_path, expected)
+
+
 def save_distributed(folder: Path) -> Curve:
     """Run the job, which writes a distributed checkpoint of torch at its end."""
     trainer, curve = from_a_loop(folder), Curve()
@@ -354,6 +410,25 @@ def images() -> Any:
     return [{"image": torch.randn(3, 16, 16, generator=draws), "label": torch.tensor(n % 5)} for n in range(40)]
 
 
+def with_schedule_of_timm(optimizer: torch.optim.Optimizer, peak: float) -> Any:
+    import timm.scheduler  # noqa: PLC0415 - optional
+
+    options: dict[str, Any] = {"warmup_lr_init": 0.1 * peak, "t_in_epochs": False}
+    return timm.scheduler.CosineLRScheduler(optimizer, t_initial=10, warmup_t=2, **options)
+
+
+def timm_schedule() -> Callable[[int], float]:
+    """Return the factor of the learning rates in each step, as a scheduler of timm for the peak 1 sets it."""
+    probe = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = with_schedule_of_timm(probe, 1.0)
+
+    def factor(step: int) -> float:
+        scheduler.step_update(step)
+        return probe.param_groups[0]["lr"]
+
+    return factor
+
+
 def from_timm(folder: Path) -> Trainer:
     """Return the job of the pair for a training script of timm."""
     return Trainer(
@@ -361,36 +436,38 @@ def from_timm(folder: Path) -> Trainer:
             folder,
             steps=10,
             optimizer={"learning_rate": 1e-2, "weight_decay": 0.05, "betas": [0.9, 0.999], "layer_decay": 0.75},
-            lr_schedule={"kind": "transformers", "name": "cosine", "warmup_steps": 2},
+            average={"decay": 0.9},
             gradients={"max_norm": 1.0},
         ),
         model=vit,
         data=images(),
         task=Classify(),
+        lr_schedule=timm_schedule(),
     )
 
 
 def with_timm() -> Curve:
+    """Run a loop as that of timm's train.py; the final weights are those of the average."""
     import timm.loss  # noqa: PLC0415 - optional
     import timm.optim  # noqa: PLC0415 - optional
-    import transformers
+    import timm.utils  # noqa: PLC0415 - optional
 
     model, curve = vit(), Curve()
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-2, weight_decay=0.05, layer_decay=0.75)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"] = 1e-2 * group["lr_scale"]  # as timm's scheduler sets it in each step
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 2, 10)
+    schedule = with_schedule_of_timm(optimizer, 1e-2)
+    average = timm.utils.ModelEmaV3(model, decay=0.9)
     criterion = timm.loss.LabelSmoothingCrossEntropy(0.1)
-    for batch in torch.utils.data.DataLoader(images(), batch_size=4):
+    for number, batch in enumerate(torch.utils.data.DataLoader(images(), batch_size=4), start=1):
         loss = criterion(model(batch["image"]), batch["label"])
         loss.backward()
         curve.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         curve.losses.append(loss.item())
         curve.rates.append(max(group["lr"] for group in optimizer.param_groups))
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
-    curve.weights = {name: each.detach() for name, each in model.named_parameters()}
+        average.update(model, step=number)
+        schedule.step_update(number)
+    curve.weights = {name: each.detach() for name, each in average.module.named_parameters()}
     return curve
 
 

@@ -354,10 +354,10 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
         ({"keep_every": 150}, "checkpoint.keep_every = 150 is not a multiple of checkpoint.every = 100", False),
         ({"keep_every": 200, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", False),
         ({"keep_best": 1, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", True),
-        ({"keep_best": 1}, "checkpoint.keep_best = 1 by 'loss', but there are no evaluation data", False),
+        ({"keep_best": 1}, "checkpoints are ranked by 'loss', but there are no evaluation data", False),
         (
             {"keep_best": 1, "best_by": "x"},
-            "checkpoint.keep_best = 1 by 'x', but evaluations measure loss; expected",
+            "checkpoints are ranked by 'x', but evaluations measure loss; expected",
             True,
         ),
         ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is not a multiple of evaluation.every = 100", True),
@@ -367,6 +367,13 @@ def test_retention_rules_without_an_effect_are_refused(
     tmp_path: Path, checkpoint: dict[str, Any], message: str, evaluates: bool
 ) -> None:
     _refused(tmp_path, re.escape(message) + ".*", checkpoint=checkpoint, evaluation_data=DATA if evaluates else None)
+
+
+def test_the_best_of_all_checkpoints_is_exported_if_all_are_kept(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"keep_last": None}, "export": "best"}
+    data = DatasetProvider(DATA, evaluation=DATA)
+    plan_job(_config(tmp_path, **settings), model=FunctionProvider(_linear), task=_Nothing(), data=data)
+    _refused(tmp_path, "checkpoints are ranked by 'loss', but there are no evaluation data.*", **settings)
 
 
 class _Judged(_Nothing):

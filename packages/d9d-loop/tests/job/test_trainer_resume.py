@@ -495,7 +495,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_the_best_checkpoints_are_kept(tmp_path: Path, higher: bool) -> None:
+def test_the_best_checkpoints_are_kept(tmp_path: Path, higher: bool, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = {"every": 3, "keep_last": 1, "keep_best": 1, "higher_is_better": higher, "best_by": "gathered"}
     trainer = _trainer(tmp_path, steps=9, checkpoint=checkpoint, export="best")
     values: dict[int, float] = {}
@@ -513,7 +513,9 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path, higher: bool) -> None:
     kept = CheckpointStore(tmp_path / "run" / "checkpoints").complete()
     assert {info.step: info.metric for info in kept} == {step: values[step] for step in (9, best)}
     _assert_exported(tmp_path / "run", weights[best])
+    capsys.readouterr()
     assert _same(tmp_path, checkpoint).export(tmp_path / "last", step=9).export_dir == tmp_path / "last/export"
+    assert "batch.global_size was" not in capsys.readouterr().out  # an export has no batches
     _assert_exported(tmp_path / "last", weights[9])
     with pytest.raises(
         UserError,

@@ -179,23 +179,23 @@ def check_retention(config: TrainerConfig, task: Task | None, *, evaluates: bool
             "checkpoint.keep_last is null, which keeps every checkpoint; expected a number if keep_every or "
             "keep_best is set. Set keep_last, or remove the others."
         )
-    if checkpoint.keep_best == 0:
-        if config.export == "best":
-            raise UserError(
-                "export = best, but checkpoint.keep_best = 0, so the best checkpoint is deleted; expected at least 1. "
-                "Set --checkpoint.keep_best 1, or --export true."
-            )
+    if not checkpoint.keep_best and config.export != "best":
         return
+    if not checkpoint.keep_best and checkpoint.keep_last is not None:
+        raise UserError(
+            "export = best, but checkpoint.keep_best = 0, so the best checkpoint is deleted; expected at least 1. "
+            "Set --checkpoint.keep_best 1, or --export true."
+        )
     if (found := _unmeasured(checkpoint.best_by, task, evaluates=evaluates)) is not None:
         raise UserError(
-            f"checkpoint.keep_best = {checkpoint.keep_best} by {checkpoint.best_by!r}, but {found}; expected a value "
-            "of the evaluation. Change --checkpoint.best_by, pass evaluation data, or set keep_best to 0."
+            f"checkpoints are ranked by {checkpoint.best_by!r}, but {found}; expected a value of the evaluation. "
+            "Change --checkpoint.best_by, pass evaluation data, or set keep_best to 0 and export to true."
         )
     if checkpoint.every % config.evaluation.every:
         raise UserError(
             f"checkpoint.every = {checkpoint.every} is not a multiple of evaluation.every = {config.evaluation.every}, "
             "so some checkpoints would be ranked by the evaluation of an earlier step; expected a multiple if "
-            "keep_best is set."
+            "keep_best is set or export is best."
         )
 
 
@@ -223,9 +223,9 @@ def _unmeasured(name: str, task: Task | None, *, evaluates: bool) -> str | None:
 
 def check_measured(config: TrainerConfig, values: Mapping[str, float]) -> None:
     """Raise `UserError` if an evaluation has no value of a name that ranks checkpoints or that a reaction watches."""
-    keys = {"checkpoint.best_by": config.checkpoint.best_by} if config.checkpoint.keep_best else {}
-    watched = {"early_stopping": config.early_stopping, "plateau": config.plateau}
-    keys |= {f"{key}.by": each.by for key, each in watched.items() if each is not None}
+    ranks = config.checkpoint.keep_best or config.export == "best"
+    keys = {"checkpoint.best_by": config.checkpoint.best_by} if ranks else {}
+    keys |= {f"{key}.by": each.by for key in ("early_stopping", "plateau") if (each := getattr(config, key))}
     for key, name in keys.items():
         if name not in values:
             raise UserError(

@@ -93,7 +93,7 @@ def _train(
             is_locked = True
             assert not isinstance(rehearsed, UserError)  # all ranks have raised it
             job = build_job(plan, store=store, ctx=ctx, events=events, flops=_of_rank_0(rehearsed, ctx))
-            _describe_start(job)
+            _describe_start(job, changes=run in {None, evaluate_job})
             if run is not None:
                 return run(job)
             result = run_job(job, launcher)
@@ -122,13 +122,13 @@ def _of_rank_0(flops: FlopFormula | None, ctx: DistributedContext) -> FlopFormul
     return None if values is None else FlopFormula.from_json(values)
 
 
-def _describe_start(job: Job) -> None:
-    """Print from which step the job starts. A start at step 0 must not lose progress. Collective."""
+def _describe_start(job: Job, *, changes: bool = True) -> None:
+    """Print the step of the start and, if it matters, `changes`. A start at step 0 keeps progress. Collective."""
     problem: str | UserError | None = None
     lines: list[str] = []
     if job.ctx.is_main_process:
         try:
-            lines = _start_lines(job)
+            lines = _start_lines(job)[: None if changes else 1]
         except UserError as error:
             problem = error
         except (OSError, StateError) as error:
