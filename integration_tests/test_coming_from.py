@@ -623,12 +623,12 @@ def with_deepspeed(stage: int) -> Curve:
     return curve
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed(stage: int, world_size: int, tmp_path: Path) -> None:
+def test_deepspeed_on_two_ranks(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    expected, *_ = run_ranks(with_deepspeed, stage, world_size=world_size)
-    assert ours(from_a_loop, tmp_path) == expected
+    found = ours(from_a_loop, tmp_path)
+    for curve in run_ranks(with_deepspeed, stage, world_size=2):
+        assert found == curve
 
 
 def test_defaults_of_deepspeed() -> None:
