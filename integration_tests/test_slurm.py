@@ -17,7 +17,7 @@ from d9d_loop.resilience import ExitCode
 
 _RANKS = ("--nodes=4", "--ntasks-per-node=2")
 _ONE_RANK = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
-_SRUN = "srun --kill-on-bad-exit=1 python "
+_SRUN, _RUN_NAME = "srun --kill-on-bad-exit=1 python ", '"pretrain-$SLURM_JOB_ID"'
 _ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
 
 
@@ -102,15 +102,23 @@ def _lost_node(jobs: Jobs, job: str) -> None:
     jobs.cluster.run("scontrol", "update", f"nodename={NODES[-1]}", "state=down", "reason=test")
 
 
+def _dead_daemon(jobs: Jobs, job: str) -> None:
+    """Kill the slurmd of a node for longer than `SlurmdTimeout`, and start it again. Its ranks live on."""
+    node = NODES[-1]
+    jobs.cluster.run("pkill", "-KILL", "--full", f"slurmd -N {node}$")
+    jobs.wait(job, lambda: "down" in jobs.cluster.run("sinfo", "-h", "-n", node, "-o", "%T"))
+    jobs.cluster.run("slurmd", "-N", node)
+
+
 def _signal(jobs: Jobs, job: str) -> None:
     jobs.cluster.run("scancel", "--signal=USR1", job)
 
 
 def _time_limit(jobs: Jobs, job: str) -> None:
-    """Set a limit of less than a minute from now, and restore it for the next run."""
+    """Set a limit of one to two minutes from now, after the time of the signal, and restore it for the next run."""
     hours, minutes, _ = map(int, jobs.cluster.job(job)["RunTime"].split(":"))
     with jobs.stopped(job) as ranks:
-        jobs.cluster.run("scontrol", "update", f"jobid={job}", f"timelimit={60 * hours + minutes + 1}")
+        jobs.cluster.run("scontrol", "update", f"jobid={job}", f"timelimit={60 * hours + minutes + 2}")
         _wait_for_signal(jobs, job, ranks)
     jobs.wait(job, lambda: jobs.cluster.job(job)["Restarts"] == "1")
     jobs.wait(job, lambda: jobs.cluster.job(job)["JobState"] in ("PENDING", "RUNNING"))  # not COMPLETING
@@ -130,11 +138,12 @@ def _preemption(jobs: Jobs, job: str) -> None:
     jobs.cluster.run("sbatch", *words)
 
 
-_STATES = {"a node is down": "NODE_FAIL"}
+_STATES = {"a node is down": "NODE_FAIL", "slurmd is killed": "NODE_FAIL"}
 """State of the interrupted run in the accounting."""
 FAULTS: dict[str, Callable[[Jobs, str], None]] = {
     "scontrol requeue": _requeued_by_slurm,
     "a node is down": _lost_node,
+    "slurmd is killed": _dead_daemon,
     "scancel --signal=USR1": _signal,
     "time limit": _time_limit,
     "preemption": _preemption,
@@ -170,6 +179,37 @@ def test_a_launcher_on_each_node_trains_and_resumes_with_the_bits_of_tasks(
     jobs.wait(job, lambda: jobs.cluster.job(job)["Restarts"] == "1")
     assert jobs.end(job)["JobState"] == "COMPLETED", jobs.output(job)[-5000:]
     assert jobs.losses(job) == uninterrupted
+
+
+@pytest.mark.full
+def test_a_job_of_an_array_is_requeued_alone(jobs: Jobs) -> None:
+    """The last job of an array has the ID of the array: to requeue this ID would requeue all of its jobs."""
+    array = jobs.submit("--array=0-1", *_ONE_RANK)
+    other = str(int(array) + 1)
+    jobs.wait_for_step(array, 5)
+    with jobs.stopped(array) as ranks:
+        jobs.cluster.run("scancel", "--signal=USR1", f"{array}_{jobs.cluster.job(array)['ArrayTaskId']}")
+        _wait_for_signal(jobs, array, ranks)
+    ended = {job: jobs.end(job) for job in (array, other)}
+    assert {job: (fields["JobState"], fields["Restarts"]) for job, fields in ended.items()} == {
+        array: ("COMPLETED", "1"),
+        other: ("COMPLETED", "0"),
+    }
+    assert jobs.losses(array) == jobs.losses(other)
+
+
+@pytest.mark.full
+def test_the_second_job_in_one_folder_waits_for_the_first(jobs: Jobs) -> None:
+    """After `resilience.timeouts.lock_seconds` the second job fails and is requeued."""
+    replace = (_RUN_NAME, "pretrain-shared")
+    first = jobs.submit(*_ONE_RANK, replace=replace)
+    jobs.wait_for_step("shared", 5)
+    with jobs.stopped("shared"):
+        second = jobs.submit(*_ONE_RANK, replace=replace)
+        jobs.wait(second, lambda: "is in use by another job" in jobs.output(second))
+    assert [jobs.end(job)["JobState"] for job in (first, second)] == ["COMPLETED"] * 2
+    assert jobs.cluster.job(first)["Restarts"] == "0"
+    assert len(jobs.losses("shared")) == STEPS
 
 
 @pytest.mark.full

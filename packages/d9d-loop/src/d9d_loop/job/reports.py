@@ -22,7 +22,7 @@ from d9d_loop.job.run_files import write_environment
 from d9d_loop.report.run_report import write_report
 from d9d_metrics import Metric, MetricCollector, ModelFlops, MultiTracker, Tracker, build_trackers, peak_flops
 from d9d_metrics.peak_memory import peak_bytes
-from d9d_metrics.trackers.values import Tracked
+from d9d_metrics.trackers.values import Html, Tracked
 
 
 class Reports:
@@ -69,6 +69,8 @@ class Reports:
                 # Discard values tracked after the checkpoint, or all values if the run has no checkpoint yet.
                 self._tracker.resume(self._record.step, self._record.tracker)
                 self._tracker.log_config(self._plan.resolved)
+                if config.logging.report:
+                    opened.callback(self._write_report, config.run.dir)
             self.progress = Progress(
                 num_steps=self._plan.steps,
                 done=self._record.step,
@@ -85,17 +87,17 @@ class Reports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Deliver the pending values, close progress bar and trackers, and write the report, also of a failed job."""
+        """Deliver the pending values, write and log the report, also of a failed job, and close the trackers."""
         self._open.__exit__(kind, error, at)
-        if self._ctx.is_main_process and self._config.logging.report:
-            self._write_report(self._config.run.dir)
 
     def _write_report(self, folder: Path) -> None:
         """Write the environment and the report. Training does not depend on them, so errors are only printed."""
         try:
             write_environment(folder, self._ctx, started=self._started)
+            self._tracker.flush()  # the report reads metrics.jsonl
             if (folder / "metrics.jsonl").is_file():
-                write_report(folder)
+                page = write_report(folder).read_text(encoding="utf-8")
+                self._tracker.log(self._record.step, {"report": Html(page)})
         except (OSError, ValueError) as error:
             print(f"d9d: {folder}/report.html could not be written: {error}", flush=True)
 

@@ -1,6 +1,7 @@
 """Aim tracker, for a repository in a folder or on a server."""
 
 import io
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -10,7 +11,7 @@ from pydantic import JsonValue
 from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Html, Image, Text, Tracked
 
 if TYPE_CHECKING:
     import aim
@@ -24,6 +25,7 @@ class AimTracker(Tracker):
     """Tracker that logs to an Aim run, which is opened when first needed. Aim writes values when they are logged.
 
     Logging a step again replaces its values. Aim does not support histograms of more than 512 bins: they are skipped.
+    Pages are artifacts of the run, `NAME/STEP.html`, in the folder `artifacts` of the repository; a server gets none.
     """
 
     def __init__(self, repository: str, *, experiment: str | None = None, name: str | None = None) -> None:
@@ -51,8 +53,9 @@ class AimTracker(Tracker):
         """Log the values of a step."""
         run = self._get_run()
         for name, value in values.items():
-            converted = _converted(value)
-            if converted is not None:
+            if isinstance(value, Html):
+                self._log_page(run, f"{name}/{step}.html", value.html)
+            elif (converted := _converted(value)) is not None:
                 run.track(converted, name=name, step=step)
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -65,19 +68,26 @@ class AimTracker(Tracker):
             self._run.close()
             self._run = None
 
+    def _log_page(self, run: "aim.Run", name: str, html: str) -> None:
+        if "://" in self._repository:
+            return
+        run.set_artifacts_uri(Path(self._repository, "artifacts").resolve().as_uri())
+        with tempfile.TemporaryDirectory() as folder:
+            (path := Path(folder, "page.html")).write_text(html, encoding="utf-8")
+            run.log_artifact(str(path), name, block=True)
+
     def _get_run(self) -> "aim.Run":
         if self._run is None:
             import aim
 
             if "://" not in self._repository:
                 Path(self._repository).mkdir(parents=True, exist_ok=True)
-            # Disable Aim's own logging of system metrics and terminal output.
+            # Aim measures the host every ten seconds; disable its own logging of system parameters and terminal output.
             self._run = aim.Run(
                 run_hash=self._hash,
                 repo=self._repository,
                 experiment=self._experiment,
                 force_resume=True,
-                system_tracking_interval=None,
                 log_system_params=False,
                 capture_terminal_logs=False,
             )

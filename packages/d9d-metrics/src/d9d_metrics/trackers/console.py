@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
+from d9d_metrics.trackers.values import Media, Text, Tracked
 
 _STEP_WIDTH = 8
 _VALUE_WIDTH = 11
@@ -35,9 +35,9 @@ class ConsoleTracker(Tracker):
             self._write(f"resumed after step {step}")
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Write one line with the numbers, and one line per text; histograms and images are skipped."""
+        """Write one line with the numbers, and one line per text; other values are skipped."""
         start = f"step {step:>{_STEP_WIDTH}}"
-        numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram | Text | Image)}
+        numbers = {name: value for name, value in values.items() if not isinstance(value, Media)}
         columns = [f"{name} {value:>#{_VALUE_WIDTH}.6g}" for name, value in numbers.items()]
         if columns or not values:
             self._write("  ".join([start, *columns]))

@@ -19,7 +19,7 @@ from d9d_metrics.trackers._files import free_path, make_folder, open_complete_li
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Image, Tracked, to_json
+from d9d_metrics.trackers.values import Html, Image, Tracked, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _UNSAFE_IN_FILE_NAME = re.compile(r"[^\w.-]")
@@ -86,6 +86,8 @@ class JsonlTracker(Tracker):
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Append a line with the values of a step, unless `resume` has kept a line of the same step and names.
 
+        Pages are skipped.
+
         Raises:
             UserError: If a value has a reserved name: `step`, `time` or `config`.
         """
@@ -94,11 +96,14 @@ class JsonlTracker(Tracker):
                 f"got values named {sorted(taken)}; expected names other than {sorted(RESERVED_NAMES)}, which "
                 f"{self._path} uses itself. Rename them."
             )
-        if (logged := (step, set(values))) in self._kept:
+        written = {name: value for name, value in values.items() if not isinstance(value, Html)}
+        if values and not written:
+            return
+        if (logged := (step, set(written))) in self._kept:
             self._kept.remove(logged)
             return
-        written = {name: self._to_json(step, name, value) for name, value in values.items()}
-        self._append({"step": step, "time": self._clock(), **written})
+        lines = {name: self._to_json(step, name, value) for name, value in written.items()}
+        self._append({"step": step, "time": self._clock(), **lines})
 
     def flush(self) -> None:
         """Fsync the file, so that its lines survive a power loss."""

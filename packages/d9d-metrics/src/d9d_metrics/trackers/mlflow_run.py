@@ -4,6 +4,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -12,7 +13,7 @@ from pydantic import Field, JsonValue
 from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Html, Image, Text, Tracked
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,9 +28,9 @@ class MlflowTracker(Tracker):
     """Tracker that logs to an MLflow run, which is opened when first needed. MLflow writes values when they are logged.
 
     MLflow keeps every value: a step that is logged again has both. Its parameters cannot be changed: a resumed run
-    keeps the first ones, and the artifact `config.json` has the latest configuration. Text and images are artifacts,
-    `NAME/STEP.txt` and `NAME/STEP.png`; histograms are skipped. In names, MLflow does not accept all characters: others
-    become `_`.
+    keeps the first ones, and the artifact `config.json` has the latest configuration. Text, images and
+    pages are artifacts, such as `NAME/STEP.txt`; histograms are skipped. In names, MLflow does not accept all
+    characters: others become `_`. MLflow measures the host if the package psutil is installed.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class MlflowTracker(Tracker):
         self._uri, self._experiment, self._name, self._artifacts = uri, experiment, name, artifacts
         self._id: str | None = None
         self._client: MlflowClient | None = None
+        self._monitor: Any = None
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
         """Open the run of the state's id, or a new run if the state has none."""
@@ -76,6 +78,8 @@ class MlflowTracker(Tracker):
                     with tempfile.TemporaryDirectory() as folder:
                         (path := Path(folder, f"{step}.png")).write_bytes(value.png)
                         client.log_artifact(run, str(path), name)
+                case Html():
+                    client.log_text(run, value.html, f"{name}/{step}.html")
                 case Histogram():
                     pass
                 case number:
@@ -90,6 +94,8 @@ class MlflowTracker(Tracker):
     def close(self) -> None:
         """Mark the run as finished. A run whose job was killed is shown as running until it is resumed."""
         if self._client is not None and self._id is not None:
+            if self._monitor is not None:
+                self._monitor.finish()
             self._client.set_terminated(self._id)
             self._client = None
 
@@ -106,6 +112,11 @@ class MlflowTracker(Tracker):
             else:
                 client.update_run(self._id, status="RUNNING")
             self._client = client
+            if find_spec("psutil"):
+                from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+                self._monitor = SystemMetricsMonitor(self._id, resume_logging=True, tracking_uri=self._uri)
+                self._monitor.start()
         return self._client, self._id
 
 

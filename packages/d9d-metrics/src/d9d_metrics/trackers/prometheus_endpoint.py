@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 
 from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
+from d9d_metrics.trackers.values import Media, Tracked
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -63,7 +63,7 @@ class PrometheusTracker(Tracker):
         if self._server is None and time.monotonic() >= self._next:
             self._listen()
         for name, value in values.items():
-            if not isinstance(value, Histogram | Text | Image):
+            if not isinstance(value, Media):
                 self._set(name, value)
         self._set("step", step)
         self._set("updated_seconds", time.time())

@@ -13,7 +13,7 @@ from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers._files import make_folder, sync
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Html, Image, Text, Tracked
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -62,6 +62,8 @@ class TensorBoardTracker(Tracker):
                     writer.add_text(name, value.text, step)
                 case Image():
                     _add_picture(writer, name, value, step)
+                case Html():
+                    pass
                 case _:
                     writer.add_scalar(name, value, step)
 

@@ -1,4 +1,4 @@
-"""Values of trackers other than numbers: histograms, text and images, with their JSON forms."""
+"""Values of trackers other than numbers: histograms, text, images and pages, with their JSON forms."""
 
 import base64
 import io
@@ -70,7 +70,16 @@ class Image:
         return Image(file.getvalue())
 
 
-Tracked: TypeAlias = float | Histogram | Text | Image
+@final
+@dataclass(frozen=True, slots=True)
+class Html:
+    """Self-contained HTML page, e.g. the report of a run."""
+
+    html: str
+
+
+Media: TypeAlias = Histogram | Text | Image | Html
+Tracked: TypeAlias = float | Media
 """A value that trackers accept; most are numbers."""
 
 
@@ -86,6 +95,8 @@ def to_json(value: Tracked) -> JsonValue:
             return {"text": value.text}
         case Image():
             return {"png": base64.b64encode(value.png).decode()}
+        case Html():
+            return {"html": value.html}
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
@@ -99,4 +110,6 @@ def from_json(value: Any) -> Tracked:
             return Text(text)
         case {"png": png}:
             return Image(base64.b64decode(png))
+        case {"html": html}:
+            return Html(html)
     return float(value)

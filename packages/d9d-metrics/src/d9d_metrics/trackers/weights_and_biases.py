@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue
 from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Html, Image, Text, Tracked
 
 if TYPE_CHECKING:
     import wandb
@@ -106,6 +106,8 @@ def _converted(value: Tracked, folder: Path) -> Any:
             file = folder / f"{secrets.token_hex(4)}.png"
             file.write_bytes(value.png)
             return wandb.Image(str(file))
+        case Html():
+            return wandb.Html(value.html, inject=False, data_is_not_path=True)
     return value
 
 
