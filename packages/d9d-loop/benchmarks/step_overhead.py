@@ -1,4 +1,4 @@
-"""Time that the Trainer adds to a step, compared with a plain training loop, and with Accelerate and Lightning.
+"""Time that the Trainer adds to a step, compared with a plain loop, and with transformers, Accelerate and Lightning.
 
     python packages/d9d-loop/benchmarks/step_overhead.py --output step_overhead.json
     python packages/d9d-loop/benchmarks/step_overhead.py --step-ms 20 --steps 150
@@ -6,8 +6,8 @@
 All train the same MLP with AdamW and clipping on the same batches. Its width is 64, or chosen so that a step takes
 `--step-ms`. The Trainer also has a metric, the JSONL tracker and background checkpoints. Each repetition times two
 numbers of steps alternately: the slope is the time of a step, without start-up. Reported are medians over repetitions:
-microseconds per step, the time added to the plain loop of the same repetition, and the ratio to it. On a shared
-machine, `--cpu-time` measures the CPU time of all threads instead of wall time.
+microseconds per step, the time added to the plain loop of the same repetition, and the ratios to it and of the Trainer
+to each peer. On a shared machine, `--cpu-time` measures the CPU time of all threads instead of wall time.
 """
 
 import argparse
@@ -120,6 +120,36 @@ def accelerate(samples: list[Batch], steps: int, width: int) -> None:
             optimizer.zero_grad()
 
 
+def transformers(samples: list[Batch], steps: int, width: int) -> None:
+    """Train with the Trainer of transformers, without checkpoints."""
+    peer: Any = importlib.import_module("transformers")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mlp(width)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": F.mse_loss(self.model(x), y)}
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = peer.TrainingArguments(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=SIZE,
+            learning_rate=RATE,
+            max_grad_norm=MAX_NORM,
+            logging_steps=50,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = peer.Trainer(Model(), args=arguments, train_dataset=samples)
+        trainer.remove_callback(peer.PrinterCallback)
+        trainer.train()
+
+
 def lightning(samples: list[Batch], steps: int, width: int) -> None:
     """Train with Lightning's Trainer, without logging and checkpoints."""
     peer: Any = importlib.import_module("lightning")
@@ -184,7 +214,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    peers: dict[str, Train] = {"accelerate": accelerate, "lightning": lightning}
+    peers: dict[str, Train] = {"transformers": transformers, "accelerate": accelerate, "lightning": lightning}
     installed = {name: train for name, train in peers.items() if importlib.util.find_spec(name) is not None}
     runs: dict[str, Train] = {"by_hand": by_hand, "d9d": d9d, **installed}
     samples = data()
@@ -205,6 +235,10 @@ def main() -> None:
         "width": width,
         "microseconds_per_step": {name: round(statistics.median(times), 1) for name, times in found.items()},
         "times_by_hand": {name: round(statistics.median(times), 4) for name, times in ratios.items()},
+        "d9d_to_peer": {
+            name: round(statistics.median(own / peer for own, peer in zip(found["d9d"], times, strict=True)), 3)
+            for name, times in found.items()
+        },
         "added_to_by_hand": {name: round(statistics.median(times), 1) for name, times in added.items()},
         "quartiles_added": {
             name: [round(value, 1) for value in statistics.quantiles(times, n=4)]
