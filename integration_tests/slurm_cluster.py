@@ -146,8 +146,9 @@ class SlurmCluster:
         return done.stdout
 
     def job(self, number: str) -> Mapping[str, str]:
-        """Return the fields of a job, as `scontrol show job` prints them."""
-        words = self.run("scontrol", "show", "job", number, "-o").split()
+        """Return the fields of a job, as `scontrol show job` prints them: for the ID of an array, also other jobs."""
+        lines = self.run("scontrol", "show", "job", number, "-o").splitlines()
+        (words,) = (line.split() for line in lines if line.startswith(f"JobId={number} "))
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def accounts(self, number: str) -> list[tuple[str, str]]:

@@ -19,8 +19,11 @@
 # srun takes --cpus-per-task only from its own options or from this variable (Slurm 22.05 and newer).
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # srun returns the largest exit code of all tasks. The ranks write the code of the rank that failed first to this folder.
-export D9D_NODE_FOLDER=$(mktemp -d -p "$PWD" .first-failure-XXXXXX)
+# Slurm may kill this script; the run that it requeues then removes the folder.
+export D9D_NODE_FOLDER=$PWD/.first-failure-$SLURM_JOB_ID
 trap 'rm -rf "$D9D_NODE_FOLDER"' EXIT
+rm -rf "$D9D_NODE_FOLDER"
+mkdir "$D9D_NODE_FOLDER"
 srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLURM_JOB_ID" \
     --mesh.data_parallel_replicate "$SLURM_JOB_NUM_NODES" --mesh.data_parallel_shard -1 --batch.global_size 64
 code=$?
