@@ -16,7 +16,20 @@ SHORT = timedelta(seconds=0.3)
 
 
 def _launch(rank: int, world_size: int = 4) -> Launch:
-    return Launch(rank=rank, world_size=world_size, local_world_size=2, num_nodes=2, has_launcher=True)
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_world_size=2,
+        node_rank=rank // 2,
+        num_nodes=world_size // 2,
+        has_launcher=True,
+    )
+
+
+def _publish(store: dist.Store, launch: Launch) -> None:
+    """Publish a rank as `wait_for_ranks` does, without waiting."""
+    store.set(f"d9d/node/{launch.rank}", f"{launch.node_rank} {launch.local_world_size}")
+    publish_self(store, launch.rank)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +47,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_the_error_on_each_rank_names_the_ranks_that_did_not_start_and_their_nodes() -> None:
     store = dist.HashStore()
-    publish_self(store, 1)
+    _publish(store, _launch(1))
     with pytest.raises(StartupTimeoutError) as caught:
         wait_for_ranks(store, _launch(0), SHORT)
     host = socket.gethostname()
@@ -46,12 +59,27 @@ def test_the_error_on_each_rank_names_the_ranks_that_did_not_start_and_their_nod
     assert str(another.value) == str(caught.value)
 
 
+def test_the_node_of_a_missing_rank_is_right_if_nodes_differ_in_their_number_of_ranks() -> None:
+    store = dist.HashStore()
+    sizes = {0: (0, 1), 1: (1, 3), 2: (1, 3), 3: (1, 3), 4: (2, 2), 5: (2, 2), 6: (3, 1)}
+    launches = {
+        rank: Launch(rank=rank, world_size=7, local_world_size=size, node_rank=node, num_nodes=4, has_launcher=True)
+        for rank, (node, size) in sizes.items()
+    }
+    for rank in (1, 2, 4, 5):
+        _publish(store, launches[rank])
+    with pytest.raises(StartupTimeoutError) as caught:
+        wait_for_ranks(store, launches[0], SHORT)
+    host = socket.gethostname()
+    assert str(caught.value).startswith(f"ranks 3, 6 of node 1 ({host}), node 3 did not start within 0.3 s")
+
+
 def test_ranks_that_are_missing_are_named_once_while_the_others_wait(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(d9d_dist.groups._rendezvous, "_REPORT_AFTER", timedelta(seconds=0.1))
     store = dist.HashStore()
-    publish_self(store, 1)
+    _publish(store, _launch(1))
     for rank in (0, 1):
         with pytest.raises(StartupTimeoutError, match=r"did not start within 0\.3 s"):
             wait_for_ranks(store, _launch(rank), SHORT)

@@ -7,6 +7,7 @@ ranks.
 import os
 import socket
 import sys
+from collections import Counter
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -71,6 +72,7 @@ def wait_for_ranks(store: dist.Store, launch: Launch, timeout: timedelta) -> Non
     If ranks are missing after 15 s, one of the waiting ranks names them on standard error.
     Raises `StartupTimeoutError` on every waiting rank if a rank is missing at the timeout.
     """
+    store.set(f"d9d/node/{launch.rank}", f"{launch.node_rank} {launch.local_world_size}")
     publish_self(store, launch.rank)
     if store.add(_NUM_ARRIVED, 1) == launch.world_size:
         store.compare_set(_START, "", _ALL)
@@ -140,10 +142,11 @@ def _host_store(launch: Launch, timeout: timedelta) -> dist.Store:
 def _describe_missing(store: dist.Store, launch: Launch, timeout: timedelta) -> str:
     arrived = [rank for rank in range(launch.world_size) if store.check([f"d9d/peer/{rank}"])]
     missing = [rank for rank in range(launch.world_size) if rank not in arrived]
-    nodes = sorted({rank // launch.local_world_size for rank in missing})
-    hosts = {
-        rank // launch.local_world_size: host for rank, host in zip(arrived, hosts_of(store, arrived), strict=True)
-    }
+    texts = store.multi_get([f"d9d/node/{rank}" for rank in arrived])
+    places = [tuple(map(int, text.decode().split())) for text in texts]  # nodes may differ in their number of ranks
+    complete = {node for (node, num_ranks), found in Counter(places).items() if found == num_ranks}
+    nodes = [node for node in range(launch.num_nodes) if node not in complete]
+    hosts = {node: host for (node, _), host in zip(places, hosts_of(store, arrived), strict=True)}
     where = shorten([f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes])
     return (
         f"{name_ranks(missing)} of {where} did not start within {timeout.total_seconds():g} s; the other "
