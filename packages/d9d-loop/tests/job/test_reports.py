@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from d9d_loop import TrainerConfig, validate_config
 from d9d_loop.engine.job_state import Record
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.job.reports import Reports
-from d9d_metrics import Sum, read_metrics
+from d9d_metrics import MultiTracker, Sum, read_metrics
+from d9d_metrics.trackers.values import Html
 
 
 class _Time:
@@ -94,6 +96,28 @@ def test_reports_the_first_the_last_and_every_nth_step(tmp_path: Path, ctx: Dist
         }
         for step, total in [(1, 1.0), (3, 2.0), (6, 3.0), (9, 3.0), (10, 1.0)]
     ]
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()])
+def test_the_report_reaches_the_trackers_before_they_close(
+    tmp_path: Path, ctx: DistributedContext, time: _Time, error: Exception | None
+) -> None:
+    run, calls = _Run(_config(tmp_path), ctx, time), list[Any]()
+
+    def recorded(method: Any) -> Any:
+        return lambda *given: (calls.append(given[1:]), method(*given))[1]
+
+    with (
+        mock.patch.object(MultiTracker, "log", recorded(MultiTracker.log)),
+        mock.patch.object(MultiTracker, "close", recorded(MultiTracker.close)),
+        pytest.raises(ZeroDivisionError) if error else nullcontext(),
+        run.reports,
+    ):
+        run.steps(4)
+        if error:
+            raise error
+    page = Html((run.config.run.dir / "report.html").read_text(encoding="utf-8"))
+    assert calls[-2:] == [(4, {"report": page}), ()]
 
 
 def test_values_after_the_resumed_step_are_discarded(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
