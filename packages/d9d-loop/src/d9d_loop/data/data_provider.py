@@ -47,6 +47,7 @@ class DatasetProvider(DataProvider):
     """Provider of a map-style dataset, read in an order that is a function of the seed and the position.
 
     Attributes:
+        samples: The training samples.
         num_samples: Number of training samples.
 
     Args:
@@ -69,8 +70,8 @@ class DatasetProvider(DataProvider):
         epochs: int | None = None,
         draws: bool | None = None,
     ) -> None:
-        self._samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
-        self.epochs, self.num_samples = epochs, len(self._samples)
+        self.samples, self._shuffle, self._collate = as_samples(samples, "data"), shuffle, collate
+        self.epochs, self.num_samples = epochs, len(self.samples)
         is_plain = evaluation is not None and not isinstance(evaluation, SampleStream)
         self._evaluation = as_samples(evaluation, "evaluation_data") if is_plain else evaluation
         may_draw = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
@@ -80,7 +81,7 @@ class DatasetProvider(DataProvider):
         """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
         if self.num_samples == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
-        return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle, epochs=self.epochs)
+        return IndexedStream(self.samples, seed=seed, shuffle=self._shuffle, epochs=self.epochs)
 
     def evaluation(self) -> Samples | SampleStream | None:
         """Return the held-out data, or `None`."""

@@ -209,8 +209,8 @@ class Engine:
 
         Args:
             batches: As for `forward_backward`. `task.inputs` passes the labels to the model.
-            read: Function that reads values per token [B, L] from the model's outputs. By default, the model is called
-                with `scores=True`, as d9d's decoders support, and returns its scores.
+            read: Function that reads values per token [B, L] from the model's outputs. By default `task.scores`, if the
+                task has this method; else the model is called with `scores=True`, as d9d's decoders support.
             experts: `d9d_moe.record_experts` to also return the experts that the routers chose, for routing replay.
 
         Returns:

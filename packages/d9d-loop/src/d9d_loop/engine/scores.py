@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,15 @@ ReadTokens: TypeAlias = Callable[[Any, Any], Mapping[str, Tensor]]
 """Function of the model's outputs for a batch and the batch; returns values per token [B, L] by name."""
 
 
+@runtime_checkable
+class ReadsScores(Protocol):
+    """Task that reads the scores of its batches from the outputs of the model, such as logits."""
+
+    def scores(self, outputs: Any, batch: Any) -> Mapping[str, Tensor]:
+        """Return values per token [B, L] by name."""
+        ...
+
+
 def score(
     batches: Sequence[Any],
     num_own: int,
@@ -36,6 +45,8 @@ def score(
     experts: RecordLayers | None,
 ) -> list[Mapping[str, Tensor]]:
     """Return values per token of the first `num_own` batches; see `Engine.score`. `batches` are on the device."""
+    if read is None and isinstance(task, ReadsScores):
+        read = task.scores
     if read is None:
         _check(pipeline)
     values: dict[int, Mapping[str, Tensor]] = {}

@@ -13,5 +13,8 @@ if TYPE_CHECKING:
     from d9d_loop.jobs.starter_files import STARTERS as STARTERS
     from d9d_loop.jobs.starter_files import write_starter as write_starter
     from d9d_loop.jobs.text_job import text_trainer as text_trainer
+    from d9d_loop.jobs.text_tasks import LabelScores as LabelScores
+    from d9d_loop.jobs.text_tasks import NextToken as NextToken
+    from d9d_loop.jobs.vision_data import image_chats as image_chats
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, assert_never, final
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import ContextSplit
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.losses import PreferenceLoss, RewardLoss
-from d9d_loop.task import Loss, Task
+from d9d_loop.task import InferenceTask, Loss, Task
 from d9d_loop.tasks import PreferenceTask
 from d9d_metrics import Metric, Sum, WeightedMean
 
@@ -29,13 +30,15 @@ def _wide(values: Tensor) -> Tensor:
 PER_TOKEN = frozenset(("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"))
 """Entries of a batch that have a value for each token [B, L]; others belong to the images of all rows."""
 
+_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept"))
+
 
 @final
 class NextToken(Task):
     """Prediction of the next token: the sum of the cross entropies of all labels, in nats.
 
     The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 for positions without a loss. A batch
-    with images also has their pixels, which the model gets too, and `num_skipped`.
+    with images also has their pixels, which the model gets too, `num_skipped` and `kept`, see `image_chats`.
 
     Args:
         router_loss: Factor of the balance loss of experts, which `transformers` computes for each microbatch and adds
@@ -50,10 +53,7 @@ class NextToken(Task):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model."""
-        return {
-            **{key: each for key, each in batch.items() if key not in ("labels", "num_skipped")},
-            "use_cache": False,
-        }
+        return {**{key: each for key, each in batch.items() if key not in _NOT_INPUTS}, "use_cache": False}
 
     def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
         """Return rows with more padding: id 0 without a label, which no earlier position sees."""
@@ -90,6 +90,40 @@ class NextToken(Task):
         """Return the most probable token at each label, and the labels, without ignored ones."""
         is_label = batch["labels"] != IGNORED_LABEL
         return {"predictions": outputs.logits.argmax(-1)[is_label], "labels": batch["labels"][is_label]}
+
+    def scores(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return `log_probs` and `entropy` [B, L] in nats, 0 without a label; no row without a sample."""
+        num_rows = len(batch["kept"]) if "kept" in batch else len(batch["labels"])
+        log_probs_BLV, labels_BL = _wide(outputs.logits[:num_rows]).log_softmax(-1), batch["labels"][:num_rows]
+        is_label_BL = labels_BL != IGNORED_LABEL
+        of_labels_BL = log_probs_BLV.gather(-1, labels_BL.clamp(min=0)[..., None])[..., 0]
+        entropy_BL = torch.special.entr(log_probs_BLV.exp()).sum(-1)
+        return {"log_probs": of_labels_BL * is_label_BL, "entropy": entropy_BL * is_label_BL}
+
+
+@final
+class LabelScores(InferenceTask):
+    """Log-probabilities of the labels of each sample, in nats, for batches of `NextToken`; None for a skipped sample."""
+
+    def __init__(self) -> None:
+        self._task = NextToken()
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the model."""
+        return self._task.inputs(batch)
+
+    def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
+        """Return rows with more padding."""
+        return self._task.pad_sequence(batch, multiple)
+
+    def results(self, outputs: Any, batch: Batch) -> list[JsonValue]:
+        """Return the log-probabilities of the labels of each sample."""
+        log_probs = self._task.scores(outputs, batch)["log_probs"]
+        rows = [row[labels != IGNORED_LABEL].tolist() for row, labels in zip(log_probs, batch["labels"], strict=False)]
+        kept = batch["kept"].tolist() if "kept" in batch else range(len(rows))
+        of_samples = dict(zip(kept, rows, strict=True))
+        num_samples = len(rows) + int(batch.get("num_skipped", 0))
+        return [of_samples.get(index) for index in range(num_samples)]
 
 
 @final

@@ -3,6 +3,7 @@
 B: samples, L: padded length.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from d9d_loop.jobs.job_config import OnBroken, TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_template, samples_of
 from d9d_loop.jobs.text_tasks import PER_TOKEN
 
+_logger = logging.getLogger(__name__)
+
 _NUM_CHECKED, _BYTES_CHECKED = 50_000, 1 << 28
 """Largest number of samples whose files are looked up before training, and of bytes of images that are read for it."""
 _NUM_TRIED = 64
@@ -34,12 +37,13 @@ _STAND_IN = Conversation(
 )
 
 
-def image_chats(config: TextJobConfig, note: Note) -> DatasetProvider:
+def image_chats(config: TextJobConfig, note: Note = _logger.info) -> DatasetProvider:
     """Return the conversations of a job with their images, which are decoded when a batch is read.
 
     A batch has the inputs of the model, `labels` [B, L], which are shifted, and -100 outside of the assistant's turns
-    and on all tokens of an image, and `num_skipped`. A batch without an image gets a row with a small one, without a
-    label: all ranks must run the tower, because it takes part in their collectives.
+    and on all tokens of an image, `num_skipped`, and `kept` [R]: the index of the sample of each row. A batch without
+    an image gets one more row with a small one, without a label: all ranks must run the tower, because it takes part in
+    their collectives.
     """
     processor, tokenizer, data = (
         read_processor(config.model.tokenizer or config.model.folder),
@@ -152,18 +156,22 @@ class ImageCollator:
 
     def __call__(self, samples: list[ImageRow | None]) -> dict[str, Tensor]:
         """Return the batch of samples."""
-        kept = [row for row in samples if row is not None]
+        kept = {index: row for index, row in enumerate(samples) if row is not None}
         while True:
-            num_own = len(kept)
-            rows = kept if any(row.images for row in kept) else [*kept, self._stand_in]
+            num_own, rows = len(kept), list(kept.values())
+            rows = rows if any(row.images for row in rows) else [*rows, self._stand_in]
             try:
                 batch, ends = self._process(rows)
             except Exception:  # a processor does not say which image it cannot convert
-                kept = [row for row in kept if self._is_accepted(row)]
+                kept = {index: row for index, row in kept.items() if self._is_accepted(row)}
                 if len(kept) == num_own:
                     raise
                 continue
-            kept = [row for number, row in enumerate(kept) if self._fits(row, batch, number, ends[number])]
+            kept = {
+                index: row
+                for number, (index, row) in enumerate(kept.items())
+                if self._fits(row, batch, number, ends[number])
+            }
             if len(kept) == num_own:
                 break
         width = max(self._length, *ends[num_own:], 0)
@@ -172,6 +180,7 @@ class ImageCollator:
         labels[:, self._length :] = IGNORED_LABEL
         batch["labels"] = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED_LABEL)), dim=1)
         batch["num_skipped"] = torch.tensor(len(samples) - num_own)
+        batch["kept"] = torch.tensor(list(kept), dtype=torch.int64)
         return batch
 
     def _process(self, rows: Sequence[ImageRow]) -> tuple[dict[str, Tensor], list[int]]:
