@@ -103,7 +103,7 @@ class NextToken(Task):
 
 @final
 class LabelScores(InferenceTask):
-    """Log-probabilities of the labels of each sample, in nats, for batches of `NextToken`; None for a skipped sample."""
+    """Log-probabilities of the labels of each sample in nats, for batches of `NextToken`; None for a skipped sample."""
 
     def __init__(self) -> None:
         self._task = NextToken()
