@@ -194,7 +194,7 @@ class AdamWConfig(_AdamSettings):
     kind: Literal["adamw"] = "adamw"
 
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
-        """Construct the AdamW optimizer: fused on an accelerator, foreach on CPU."""
+        """Construct the AdamW optimizer, with torch's fused implementation."""
         return optimizers.LocalAdamW(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
@@ -208,7 +208,7 @@ class AdamConfig(_AdamSettings):
     )
 
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
-        """Construct the Adam optimizer: fused on an accelerator, foreach on CPU."""
+        """Construct the Adam optimizer, with torch's fused implementation."""
         return optimizers.LocalAdam(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
@@ -338,12 +338,14 @@ GroupConfig.model_rebuild()
 
 
 def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return the argument that selects torch's implementation: foreach on CPU or `meta`, otherwise fused.
+    """Return the argument that selects torch's implementation: fused, except for complex parameters and on `meta`.
 
-    The fused implementation can skip a bad step on the device, without host-device synchronization.
+    The fused implementation reads and writes each value once: a step on CPUs takes a third of the time. It can skip a
+    bad step on the device, without host-device synchronization.
     """
-    on_cpu = all(parameter.device.type in ("cpu", "meta") for group in groups for _, parameter in group["params"])
-    return {"foreach": True} if on_cpu else {"fused": True}
+    parameters = [parameter for group in groups for _, parameter in group["params"]]
+    is_fused = all(each.is_floating_point() and each.device.type != "meta" for each in parameters)
+    return {"fused": True} if is_fused else {"foreach": True}
 
 
 def layer_depths(model: "nn.Module") -> dict[str, int]:
