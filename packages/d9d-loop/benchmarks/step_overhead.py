@@ -2,12 +2,14 @@
 
     python packages/d9d-loop/benchmarks/step_overhead.py --output step_overhead.json
     python packages/d9d-loop/benchmarks/step_overhead.py --step-ms 20 --steps 150
+    python packages/d9d-loop/benchmarks/step_overhead.py --tensors 500 --steps 300
 
-All train the same MLP with AdamW and clipping on the same batches. Its width is 64, or chosen so that a step takes
-`--step-ms`. The Trainer also has a metric, the JSONL tracker and background checkpoints. Each repetition times two
-numbers of steps alternately: the slope is the time of a step, without start-up. Reported are medians over repetitions:
-microseconds per step, the time added to the plain loop of the same repetition, and the ratios to it and of the Trainer
-to each peer. On a shared machine, `--cpu-time` measures the CPU time of all threads instead of wall time.
+All train the same model with fused AdamW and clipping on the same batches: an MLP, or `--tensors` small parameters. The
+width of the MLP is 64, or chosen so that a step takes `--step-ms`. The Trainer also has a metric, the JSONL tracker and
+background checkpoints. Each repetition times two numbers of steps alternately, every other one in reverse order: the
+slope is the time of a step, without start-up. Reported are medians over repetitions: microseconds per step, the time
+added to the plain loop of the same repetition, and the ratios to it and of the Trainer to each peer. On a shared
+machine, `--cpu-time` measures the CPU time of all threads instead of wall time.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,8 @@ from d9d_loop import Loss, Task, Trainer, TrainerConfig
 from d9d_metrics import WeightedMean
 
 Batch = dict[str, torch.Tensor]
-Train = Callable[[list[Batch], int, int], None]
+Build = Callable[[], nn.Module]
+Train = Callable[[list[Batch], int, Build], None]
 Clock = Callable[[], float]
 
 SIZE, INPUTS, WIDTH, MAX_NORM, RATE = 16, 64, 64, 1.0, 1e-3
@@ -44,8 +48,25 @@ def data() -> list[Batch]:
     ]
 
 
+class Scale(nn.Module):
+    """Layer of one small parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(INPUTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale the features."""
+        return x * self.weight
+
+
+def scales(tensors: int) -> nn.Module:
+    """Build the model of many small parameters."""
+    return nn.Sequential(*[Scale() for _ in range(tensors - 2)], nn.Linear(INPUTS, 1))
+
+
 def mlp(width: int) -> nn.Module:
-    """Build the model."""
+    """Build the MLP."""
     return nn.Sequential(nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
 
@@ -57,13 +78,13 @@ def batches(samples: list[Batch], steps: int) -> Iterator[Batch]:
         yield batch
 
 
-def by_hand(samples: list[Batch], steps: int, width: int) -> None:
+def by_hand(samples: list[Batch], steps: int, build: Build) -> None:
     """Train with a plain loop."""
-    model = mlp(width)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     for batch in batches(samples, steps):
         F.mse_loss(model(batch["x"]), batch["y"]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -88,7 +109,7 @@ class Regression(Task):
         metrics["error"].update(loss.total.detach(), loss.weight)
 
 
-def d9d(samples: list[Batch], steps: int, width: int) -> None:
+def d9d(samples: list[Batch], steps: int, build: Build) -> None:
     """Train with the Trainer and its defaults."""
     with tempfile.TemporaryDirectory() as folder:
         config = TrainerConfig.model_validate(
@@ -104,14 +125,14 @@ def d9d(samples: list[Batch], steps: int, width: int) -> None:
                 "export": False,
             }
         )
-        Trainer(config, model=lambda stage: mlp(width), data=samples, task=Regression()).train()
+        Trainer(config, model=lambda stage: build(), data=samples, task=Regression()).train()
 
 
-def accelerate(samples: list[Batch], steps: int, width: int) -> None:
+def accelerate(samples: list[Batch], steps: int, build: Build) -> None:
     """Train with Accelerate's wrappers around the same loop."""
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
-    model = mlp(width)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True))
+    model = build()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE, fused=True))
     for batch in batches(samples, steps):
         with accelerator.accumulate(model):
             accelerator.backward(F.mse_loss(model(batch["x"]), batch["y"]))
@@ -120,14 +141,14 @@ def accelerate(samples: list[Batch], steps: int, width: int) -> None:
             optimizer.zero_grad()
 
 
-def transformers(samples: list[Batch], steps: int, width: int) -> None:
+def transformers(samples: list[Batch], steps: int, build: Build) -> None:
     """Train with the Trainer of transformers, without checkpoints."""
     peer: Any = importlib.import_module("transformers")
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = mlp(width)
+            self.model = build()
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": F.mse_loss(self.model(x), y)}
@@ -139,6 +160,7 @@ def transformers(samples: list[Batch], steps: int, width: int) -> None:
             per_device_train_batch_size=SIZE,
             learning_rate=RATE,
             max_grad_norm=MAX_NORM,
+            optim="adamw_torch_fused",
             logging_steps=50,
             save_strategy="no",
             report_to=[],
@@ -150,20 +172,20 @@ def transformers(samples: list[Batch], steps: int, width: int) -> None:
         trainer.train()
 
 
-def lightning(samples: list[Batch], steps: int, width: int) -> None:
+def lightning(samples: list[Batch], steps: int, build: Build) -> None:
     """Train with Lightning's Trainer, without logging and checkpoints."""
     peer: Any = importlib.import_module("lightning")
 
     class Module(peer.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = mlp(width)
+            self.model = build()
 
         def training_step(self, batch: Batch, _index: int) -> torch.Tensor:
             return F.mse_loss(self.model(batch["x"]), batch["y"])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=RATE, foreach=True)
+            return torch.optim.AdamW(self.parameters(), lr=RATE, fused=True)
 
     class Batches(torch.utils.data.IterableDataset[Batch]):
         def __iter__(self) -> Iterator[Batch]:
@@ -181,13 +203,13 @@ def lightning(samples: list[Batch], steps: int, width: int) -> None:
     trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
 
 
-def seconds_of_step(train: Train, samples: list[Batch], steps: int, width: int, clock: Clock) -> float:
+def seconds_of_step(train: Train, samples: list[Batch], steps: int, build: Build, clock: Clock) -> float:
     """Return the time of a step, without start-up."""
     short = steps // 5
     times = []
     for length in (steps, short):
         begin = clock()
-        train(samples, length, width)
+        train(samples, length, build)
         times.append(clock() - begin)
     return (times[0] - times[1]) / (steps - short)
 
@@ -196,7 +218,7 @@ def width_of(milliseconds: float, samples: list[Batch], clock: Clock) -> int:
     """Return the width of a model whose step in the plain loop takes about this time."""
     width = 512
     for _ in range(2):  # the first estimate is far off
-        taken = min(seconds_of_step(by_hand, samples, 15, width, clock) for _ in range(3))
+        taken = min(seconds_of_step(by_hand, samples, 15, partial(mlp, width), clock) for _ in range(3))
         width = max(INPUTS, round(width * (milliseconds / 1e3 / taken) ** 0.5 / 8) * 8)
     return width
 
@@ -209,6 +231,7 @@ def main() -> None:
     parser.add_argument(
         "--step-ms", type=float, help="widen the model until a step of the plain loop takes about this long"
     )
+    parser.add_argument("--tensors", type=int, help="train a model of this many small parameters instead of the MLP")
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time instead of wall time")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -219,10 +242,11 @@ def main() -> None:
     runs: dict[str, Train] = {"by_hand": by_hand, "d9d": d9d, **installed}
     samples = data()
     width = WIDTH if arguments.step_ms is None else width_of(arguments.step_ms, samples, clock)
+    build = partial(mlp, width) if arguments.tensors is None else partial(scales, arguments.tensors)
     found: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(arguments.repeats + 1):
-        for name, train in runs.items():
-            seconds = seconds_of_step(train, samples, arguments.steps, width, clock)
+        for name, train in [*runs.items()][:: -1 if repeat % 2 else 1]:
+            seconds = seconds_of_step(train, samples, arguments.steps, build, clock)
             if repeat:  # the first one is a warm-up of kernels and caches
                 found[name].append(seconds * 1e6)
     added = {
@@ -232,7 +256,8 @@ def main() -> None:
         name: [one / hand for one, hand in zip(times, found["by_hand"], strict=True)] for name, times in found.items()
     }
     result = {
-        "width": width,
+        "width": width if arguments.tensors is None else INPUTS,
+        "tensors": sum(1 for _ in build().parameters()),
         "microseconds_per_step": {name: round(statistics.median(times), 1) for name, times in found.items()},
         "times_by_hand": {name: round(statistics.median(times), 4) for name, times in ratios.items()},
         "d9d_to_peer": {

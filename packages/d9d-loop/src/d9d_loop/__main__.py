@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from d9d_dist import UserError
+from d9d_dist import UserError, read_launch
 from d9d_loop import planning
 from d9d_loop.cli_main import cli_main
 from d9d_loop.job_files import read_job
@@ -24,7 +24,7 @@ def main() -> None:
         if "--init" in words:
             _init(words[words.index("--init") + 1 :])
         else:
-            trainer, config = read_job(words)
+            trainer, config = read_job(words, world_size=read_launch().world_size)
             if config.plan.hardware is not None:
                 planning.warn_if_too_large(trainer, hardware=config.plan.hardware)
             print(trainer.train())

@@ -12,12 +12,20 @@ from d9d_loop.config.preset import JobFileConfig, PresetConfig, look_beside_pres
 from d9d_loop.jobs.job_config import TextJobConfig
 
 
-def read_job(words: Sequence[str]) -> "tuple[d9d_loop.Trainer, JobFileConfig]":
-    """Build the Trainer of the file and the overrides on a command line: a job on text, or a preset."""
+def read_job(words: Sequence[str], *, world_size: int | None = None) -> "tuple[d9d_loop.Trainer, JobFileConfig]":
+    """Build the Trainer of the file and the overrides on a command line: a job on text, or a preset.
+
+    Errors of the configuration come before the import of torch: with `world_size`, also a batch or degrees that do not
+    fit that number of ranks.
+    """
     if _is_text_job(words):
-        text_config = TextJobConfig.from_cli(arguments=words)  # its errors come before the import of torch
+        text_config = TextJobConfig.from_cli(arguments=words)
+        if world_size is not None:
+            text_config.split_over(world_size)
         return jobs.text_trainer(text_config), text_config
     config = PresetConfig.from_cli(arguments=words)
+    if world_size is not None:
+        config.split_over(world_size)
     look_beside_preset(words)
     from d9d_loop.preset_job import preset_trainer  # noqa: PLC0415 - imports torch
 

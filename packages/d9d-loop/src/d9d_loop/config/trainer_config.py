@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, UserError
 from d9d_dist.precision import PrecisionName
 from d9d_loop.config.config_source import parse_command_line
 from d9d_loop.config.schedule_config import PipelineScheduleConfig, ScheduleConfig
@@ -374,3 +374,22 @@ class TrainerConfig(JobConfig):
                 "same value"
             )
         return self
+
+    def split_over(self, world_size: int) -> tuple[MeshConfig, int]:
+        """Return the mesh without -1, and the microbatch size of each of its data-parallel ranks.
+
+        Raises:
+            UserError: If the degrees do not fit the number of ranks, or the global batch cannot be divided evenly.
+        """
+        mesh = self.mesh.resolve(world_size)
+        dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
+        total, size = self.batch.global_size, self.batch.microbatch_size
+        unit = dp_size if size is None else dp_size * size
+        if total % unit:
+            what = f"{dp_size} data-parallel ranks" + ("" if size is None else f" x batch.microbatch_size = {size}")
+            below, above = total // unit * unit, (total // unit + 1) * unit
+            raise UserError(
+                f"batch.global_size = {total} cannot be divided evenly over {what}; expected a multiple of {unit}. "
+                f"Use {f'{below} or ' if below else ''}{above}, or change the degrees."
+            )
+        return mesh, total // dp_size if size is None else size

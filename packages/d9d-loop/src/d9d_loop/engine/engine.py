@@ -588,5 +588,6 @@ class Engine:
 
 
 def _check_rate(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not 0.0 <= float(value) < math.inf:
+    is_number = not isinstance(value, bool) and isinstance(value, (float, SupportsFloat))  # the protocol is slow
+    if not is_number or not 0.0 <= float(value) < math.inf:
         raise UserError(f"{name} = {value!r}; expected a finite number, 0 or more.")

@@ -72,6 +72,7 @@ class TrainStep:
         self._pipeline, self._model, self._shared = pipeline, pipeline.model, pipeline.shared
         self._optimizer, self._task = optimizer, task
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
         self._wide: list[nn.Parameter] = []  # parameters whose gradients accumulate in another dtype
         if not isinstance(optimizer, StochasticAdamW):
             self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype]
@@ -136,7 +137,9 @@ class TrainStep:
                 if an earlier call failed.
         """
         self._refuse_partial_gradients()
-        self._refuse_unfrozen()
+        # A walk through all modules takes a tenth of a small step, so new parameters are only found now and then.
+        if number % 100 == 1 or any(parameter.requires_grad for parameter in self._frozen):
+            self._refuse_unfrozen()
         if num_own < len(batches) and trains_batch_norm(self._model):
             raise UserError(f"this rank has fewer microbatches than others, and {STAND_INS}")
         if self._totals is None:

@@ -10,6 +10,7 @@ import math
 import sys
 from collections import defaultdict
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any, final
 
@@ -46,7 +47,7 @@ def rows_of(inputs: Inputs) -> tuple[Tensor, bool]:
     shared = inputs.shared
     if isinstance(embeddings := shared.get("inputs_embeds"), Tensor):
         return embeddings[..., 0], True
-    leaves = pytree.tree_leaves((shared.get("input_ids"), inputs.first, shared))
+    leaves = chain.from_iterable(map(pytree.tree_iter, (shared.get("input_ids"), inputs.first, shared)))
     rows = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
     return rows, rows.dim() == 2 and not rows.is_floating_point()
 

@@ -123,20 +123,6 @@ def check_learning_rates(schedule: LrSchedule, steps: int) -> None:
         )
 
 
-def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
-    """Return the microbatch size; raise `UserError` if the global batch cannot be divided evenly over the ranks."""
-    total, size = config.batch.global_size, config.batch.microbatch_size
-    unit = dp_size if size is None else dp_size * size
-    if total % unit:
-        what = f"{dp_size} data-parallel ranks" + ("" if size is None else f" x batch.microbatch_size = {size}")
-        below, above = total // unit * unit, (total // unit + 1) * unit
-        raise UserError(
-            f"batch.global_size = {total} cannot be divided evenly over {what}; expected a multiple of {unit}. "
-            f"Use {f'{below} or ' if below else ''}{above}, or change the degrees."
-        )
-    return total // dp_size if size is None else size
-
-
 def check_predictions(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
     """Raise `UserError` if a function of all predictions has no predictions, or cannot gather them."""
     if not evaluates:

@@ -31,7 +31,6 @@ from d9d_loop.job.job_check import (
     check_schedule,
     check_trainable,
     export_mapper_of,
-    microbatch_size_of,
     rest_of_epoch,
 )
 from d9d_loop.job.predictions import ComputeMetrics
@@ -154,9 +153,8 @@ def plan_job(
     check_metric_names(task)
     check_reference(reference)
     launch = launch or read_launch()
-    mesh = config.mesh.resolve(launch.world_size)
+    mesh, microbatch_size = config.split_over(launch.world_size)
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
-    microbatch_size = microbatch_size_of(config, dp_size)
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
     check_writable(config.run.dir)
     if config.checkpoint.folder is not None and "://" not in config.checkpoint.folder:

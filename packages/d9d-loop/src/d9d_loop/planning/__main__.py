@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{', '.join(hardware_names())} or a TOML file."
             )
         hardware = Hardware.load(options.hardware)  # before the import of torch
-        trainer, _ = read_job(rest)
+        trainer, _ = read_job(rest, world_size=options.world_size)
         plan = planning.plan_cluster(trainer, world_size=options.world_size, hardware=hardware, search=options.search)
         if options.html is not None:
             from d9d_loop.planning.html_report import write_html  # noqa: PLC0415 - imports torch
