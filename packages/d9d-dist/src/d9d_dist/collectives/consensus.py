@@ -41,8 +41,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bo
         UserError: On every rank, if the value of a rank is not JSON, is not finite, or exceeds 256 MiB.
     """
     text, is_value = _encode(value)
-    alone = alone or not dist.is_initialized() or dist.get_world_size(group) == 1
-    received = [(text, is_value)] if alone else _gather_texts(text, is_value, group)
+    num_ranks = 1 if alone or not dist.is_initialized() else dist.get_world_size(group)
+    is_simulated = num_ranks > 1 and dist.get_backend(group) == "fake"  # other ranks would have this rank's value
+    is_alone = num_ranks == 1 or is_simulated
+    received = [(text, is_value)] * num_ranks if is_alone else _gather_texts(text, is_value, group)
     problems = {rank: text.decode() for rank, (text, is_value) in enumerate(received) if not is_value}
     if problems:
         _raise_together(UserError(_describe_problems(problems, len(received))), group, num_ranks=len(received))
