@@ -1,8 +1,8 @@
-"""Time to inject LoRA into many linear layers, compared with manual replacement, and memory to merge the adapters.
+"""Time to inject LoRA into many linear layers, compared with manual replacement and peft, and memory to merge them.
 
     uv run python packages/d9d-peft/benchmarks/inject_and_merge.py --output inject_and_merge.json
 
-Both methods create the same factors, initialize them, and freeze all other parameters. They run alternately in one
+All create the same factors, initialize them, and freeze all other parameters. They run alternately in one
 process, so other load on the machine affects both; compare ratios, not seconds. Merging runs in a separate process,
 whose peak memory is read before and after.
 """
@@ -17,8 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +46,13 @@ def main() -> None:
     figures: dict[str, object] = {name: value for name, value in vars(args).items() if name != "output"}
     for device in ("meta", "cpu"):
         seconds = _times(args.linears, args.size, args.rank, torch.device(device), args.repeats)
-        ratios = [ours / theirs for ours, theirs in zip(seconds["inject"], seconds["by_hand"], strict=True)]
+        ratios = {
+            name: statistics.median(ours / theirs for ours, theirs in zip(seconds["inject"], values, strict=True))
+            for name, values in seconds.items()
+        }
         figures[device] = {
-            **{name: statistics.median(values) for name, values in seconds.items()},
-            "ratio": statistics.median(ratios),
+            "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+            "ratios": ratios,
         }
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         figures["merge"] = pool.submit(_merge_memory, args.merged_linears, args.merged_size, args.rank).result()
@@ -91,12 +97,21 @@ def replace_by_hand(model: nn.Module, rank: int) -> None:
         parameter.requires_grad_("lora_" in name)
 
 
+def inject_with_peft(model: nn.Module, rank: int) -> None:
+    """Inject with peft."""
+    peft: Any = import_module("peft")
+    config = peft.LoraConfig(target_modules=r"\d+\.\d+", r=rank, lora_alpha=2 * rank)
+    peft.get_peft_model(model, config, low_cpu_mem_usage=next(model.parameters()).is_meta)
+
+
 def _times(num_linears: int, size: int, rank: int, device: torch.device, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of each method, measured alternately; the first pair is a warm-up and is dropped."""
     ways: dict[str, Callable[[nn.Module], object]] = {
         "inject": lambda model: inject(LoRA(nn.Linear, rank=rank), model),
         "by_hand": lambda model: replace_by_hand(model, rank),
     }
+    if find_spec("peft") is not None:
+        ways["peft"] = lambda model: inject_with_peft(model, rank)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name in sorted(ways, reverse=repeat % 2 == 0):

@@ -71,7 +71,8 @@ def child_name(adapter: str) -> str:
 def attach(adapter: Adapter, layer: nn.Module, name: str = DEFAULT_ADAPTER) -> None:
     """Add an adapter to a layer, in place, in the layer's mode (train or eval). Only the first adapter is active."""
     has_adapters = bool(adapters_of(layer))
-    adapter.train(layer.training)
+    if adapter.training != layer.training:
+        adapter.train(layer.training)
     adapter.is_active = not has_adapters
     layer.add_module(child_name(name), adapter)
     if not has_adapters:

@@ -75,8 +75,8 @@ class LowRankAdapter(Adapter, ABC):
         """Draw A uniformly from ±1 / sqrt(I), like the weight of `nn.Linear`, and set the others to zero, in place."""
         bound = 1 / math.sqrt(self.lora_a.shape[-1])
         nn.init.uniform_(self.lora_a, -bound, bound)
-        for name, parameter in self.named_parameters():
-            if name != "lora_a":
+        for name, parameter in self._parameters.items():
+            if name != "lora_a" and parameter is not None:
                 nn.init.zeros_(parameter)
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
@@ -147,22 +147,27 @@ class LowRankMethod(ABC):
         found = {name: module for name, module in modules.items() if is_target(self.target, name, module)}
         layers = {name: module for name, module in found.items() if self._supports(module)}
         refuse_layers(layers, modules, method)
-        others = shorten([f"{name} ({type(module).__name__})" for name, module in found.items()])
-        fitting = shorten([name for name, module in modules.items() if self._supports(module)])
-        message = (
-            f"{method} got {describe(self.target)}, which matches {f'only {others}' if found else 'no module'}; "
-            f"expected {self._expected}. This model has {fitting}."
-        )
         own = [
-            f"{name}.{each}".lstrip(".") for name in layers for each, _ in layers[name].named_parameters(recurse=False)
+            f"{name}.{each}".lstrip(".")
+            for name, layer in layers.items()
+            for each, value in layer._parameters.items()
+            if value is not None
         ]
         return Plan(
             claimed=frozenset(first[name] for name in own),
-            unmatched=() if layers else (message,),
+            unmatched=() if layers else (self._explain(found, modules),),
             adapters={
                 name: type(self)._make_adapter(layer, self._low_rank(), dtype=self.dtype)
                 for name, layer in layers.items()
             },
+        )
+
+    def _explain(self, found: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> str:
+        others = shorten([f"{name} ({type(module).__name__})" for name, module in found.items()])
+        fitting = shorten([name for name, module in modules.items() if self._supports(module)])
+        return (
+            f"{type(self).__name__} got {describe(self.target)}, which matches "
+            f"{f'only {others}' if found else 'no module'}; expected {self._expected}. This model has {fitting}."
         )
 
     def _low_rank(self) -> LowRank:

@@ -104,9 +104,10 @@ def inject(
         attach(module, model.get_submodule(name), adapter)
         prefix = f"{name}.{child_name(adapter)}.".lstrip(".")
         new_names += [f"{prefix}{tensor}" for tensor in module.state_dict(keep_vars=True)]
-    trained = plan.trainable.union(new_names if trainable else ())
+    added = frozenset(new_names)
+    trained = plan.trainable | (added if trainable else frozenset())
     for name, parameter in model.named_parameters():
-        if is_first or name in new_names:
+        if is_first or name in added:
             parameter.requires_grad_(name in trained)
     return parallel(original, keep(*new_names)) if new_names else original
 

@@ -23,8 +23,10 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer once, under its first name."""
-    tensors = module_tensors(module)
-    return {name: tensors[name] for name in aliases(module).values()}
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module_tensors(module).items():
+        first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
