@@ -13,7 +13,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -161,5 +161,13 @@ def _own_file(name: str) -> Path | None:
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or name.startswith("d9d_"):
         return None
-    path = Path(file).resolve()
-    return path if _INSTALLED.isdisjoint(path.parents) else None
+    path = Path(file).absolute()
+    folder = _own_folder(path.parent)
+    return None if folder is None else folder / path.name
+
+
+@cache
+def _own_folder(folder: Path) -> Path | None:
+    """Return a folder without symbolic links; `None` for one of installed packages."""
+    path = folder.resolve()
+    return path if _INSTALLED.isdisjoint((path, *path.parents)) else None
