@@ -42,8 +42,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bo
     """
     text, is_value = _encode(value)
     num_ranks = 1 if alone or not dist.is_initialized() else dist.get_world_size(group)
-    is_simulated = num_ranks > 1 and dist.get_backend(group) == "fake"  # other ranks would have this rank's value
-    is_alone = num_ranks == 1 or is_simulated
+    is_alone = num_ranks == 1 or dist.get_backend(group) == "fake"  # simulated ranks would have this rank's value
     received = [(text, is_value)] * num_ranks if is_alone else _gather_texts(text, is_value, group)
     problems = {rank: text.decode() for rank, (text, is_value) in enumerate(received) if not is_value}
     if problems:
@@ -110,9 +109,8 @@ def _encode(value: Any) -> tuple[bytes, bool]:
         text = b"" if value is None else json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         return f"got a value to gather that is not JSON: {error}; expected JSON with finite numbers.".encode(), False
-    if len(text) > _MAX_BYTES:
-        return f"got {len(text)} bytes of JSON to gather; expected at most {_MAX_BYTES}.".encode(), False
-    return text, True
+    problem = f"got {len(text)} bytes of JSON to gather; expected at most {_MAX_BYTES}."
+    return (text, True) if len(text) <= _MAX_BYTES else (problem.encode(), False)
 
 
 def _gather_texts(text: bytes, is_value: bool, group: dist.ProcessGroup | None) -> list[tuple[bytes, bool]]:
