@@ -3,6 +3,9 @@
     uv run python .ci/benchmark_records.py packages/d9d-pipeline/benchmarks/build_program.py
     uv run python .ci/benchmark_records.py packages/d9d-modules/benchmarks/gpu.py --note "one H100"
 
+With `--compare`, print the ratios that are more than 5 % above those of the last record on an equal machine, and end
+with code 1 if there are any.
+
 A record is one entry of `benchmarks/records/<name>.json` beside the benchmark. Commit it with the change that it
 measures: the page shows the last record and its change since the one before on an equal machine.
 """
@@ -57,8 +60,20 @@ def machine() -> str:
     return found if device is None else f"{found}, {torch.get_device_module(device).get_device_name()}"
 
 
-def record(benchmark: Path, arguments: list[str], note: str) -> Path:
-    """Run a benchmark and append its record; return the file."""
+def slower(entries: list[dict[str, Any]]) -> list[str]:
+    """Return the ratios of the last entry that are more than 5 % above those of the one before on an equal machine."""
+    *before, last = entries
+    same = [each for each in before if all(each[key] == last[key] for key in ("machine", "arguments"))]
+    old = same[-1]["figures"] if same else {}
+    return [
+        f"{name}: {old[name]:g} -> {value:g}"
+        for name, value in last["figures"].items()
+        if "ratio" in name and "quartiles" not in name and name in old and value > old[name] * 1.05
+    ]
+
+
+def record(benchmark: Path, arguments: list[str], note: str) -> tuple[Path, list[str]]:
+    """Run a benchmark and append its record; return the file, and the ratios that got worse."""
     command = [sys.executable, str(benchmark), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     import torch  # noqa: PLC0415
@@ -75,16 +90,21 @@ def record(benchmark: Path, arguments: list[str], note: str) -> Path:
     path = benchmark.parent / "records" / f"{benchmark.stem}.json"
     path.parent.mkdir(exist_ok=True)
     entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    path.write_text(json.dumps([*entries, entry], indent=1) + "\n", encoding="utf-8")
-    return path
+    entries.append(entry)
+    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    return path, slower(entries)
 
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", type=Path)
     parser.add_argument("--note", default="", help="what a reader must know, such as that the machine was busy")
+    parser.add_argument("--compare", action="store_true", help="end with code 1 if a ratio got worse by over 5 %%")
     options, arguments = parser.parse_known_args(words)
-    print(record(options.benchmark.resolve(), arguments, options.note).relative_to(ROOT))
+    path, worse = record(options.benchmark.resolve(), arguments, options.note)
+    print("\n".join([str(path.relative_to(ROOT)), *worse]))
+    if options.compare and worse:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("mkdocs", reason="needs the dependency group docs; .ci/run runs it in the lane 'pages of the site'")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / ".ci"))
-from benchmark_records import read_output  # noqa: E402
+from benchmark_records import read_output, slower  # noqa: E402
 from docs_benchmarks import change, table  # noqa: E402
 from docs_llms import first_sentence  # noqa: E402
 from docs_reference import SOURCE, exported, pages  # noqa: E402
@@ -30,6 +30,8 @@ def test_a_record_is_compared_with_the_one_before_on_an_equal_machine() -> None:
     elsewhere["machine"] = "b"
     assert table([first, elsewhere, last])[-1] == "| ratio | 1.1 | **+10.0%** |"
     assert table([elsewhere, last])[-1] == "| ratio | 1.1 |  |"
+    assert slower([first, elsewhere, last]) == ["ratio: 1 -> 1.1"]
+    assert slower([last, elsewhere, first]) == slower([elsewhere, last]) == []
 
 
 def test_numbers_of_a_benchmark_are_read_by_name() -> None:

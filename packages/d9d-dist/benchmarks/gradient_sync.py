@@ -1,8 +1,8 @@
-"""Time of a replicated data-parallel step (forward, backward, reduction) relative to torch's DDP with its defaults.
+"""Time of a replicated data-parallel step (forward, backward, reduction) relative to torch's DDP.
 
     uv run python packages/d9d-dist/benchmarks/gradient_sync.py --ranks 2 4
 
-Prints one JSON line per number of ranks. Both run in the same processes, alternately in each repetition, so other load
+Prints one JSON line per number of ranks. DDP runs with its defaults, and with `gradient_as_bucket_view`. All run in the same processes, alternately in each repetition, so other load
 on the machine affects both; compare ratios, not seconds. To all-reduce B bytes over n ranks, each rank has to send at
 least 2 (n - 1) / n B bytes; a ring reaches this bound.
 """
@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +52,11 @@ def measure(repeats: int, num_blocks: int, width: int, batch: int) -> dict[str, 
     """Return on every rank the seconds of each step by name, and the bytes that d9d passes to collectives."""
     torch.set_num_threads(1)
     with MeshConfig(data_parallel_replicate=-1).build() as ctx:
-        ours, theirs = build(num_blocks, width), DistributedDataParallel(build(num_blocks, width))
+        ours = build(num_blocks, width)
+        theirs = {
+            "ddp": DistributedDataParallel(build(num_blocks, width)),
+            "ddp_views": DistributedDataParallel(build(num_blocks, width), gradient_as_bucket_view=True),
+        }
         parallelize_replicate(ours, ctx.mesh_for("dense")["dp_replicate"])
         sync = GradientSync(ours)
         x = torch.randn(batch, width, generator=torch.Generator().manual_seed(ctx.rank))
@@ -61,18 +66,21 @@ def measure(repeats: int, num_blocks: int, width: int, batch: int) -> dict[str, 
             ours(x).square().sum().backward()
             sync.finish()
 
-        def step_theirs() -> None:
-            theirs.zero_grad()
-            theirs(x).square().sum().backward()
+        def step_theirs(model: nn.Module) -> None:
+            model.zero_grad()
+            model(x).square().sum().backward()
 
-        steps = {"ours": step_ours, "ddp": step_theirs}
+        steps: dict[str, Callable[[], None]] = {
+            "ours": step_ours,
+            **{name: partial(step_theirs, model) for name, model in theirs.items()},
+        }
         for step in steps.values():
             step()
         handed = handed_bytes(step_ours)
         gc.disable()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for repeat in range(repeats):
-            for name in sorted(steps, reverse=repeat % 2 == 1):
+            for name in sorted(steps, reverse=repeat % 2 == 0):
                 dist.barrier()
                 start = time.perf_counter()
                 steps[name]()
@@ -98,16 +106,17 @@ def handed_bytes(step: Callable[[], None]) -> int:
 def summary(num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
     """Return the medians and the spread on rank 0; barriers align the ranks."""
     seconds = found["seconds"]
-    ratios = [a / b for a, b in zip(seconds["ours"], seconds["ddp"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    ratios = {
+        name: statistics.quantiles((a / b for a, b in zip(seconds["ours"], seconds[name], strict=True)), n=4)
+        for name in ("ddp", "ddp_views")
+    }
     gradient_bytes = 4 * found["num_parameters"]
     return {
         "ranks": num_ranks,
         "parameters": found["num_parameters"],
-        "ours_s": round(statistics.median(seconds["ours"]), 4),
-        "ddp_s": round(statistics.median(seconds["ddp"]), 4),
-        "ratio": round(middle, 3),
-        "ratio_quartiles": [round(low, 3), round(high, 3)],
+        "seconds": {name: round(statistics.median(each), 4) for name, each in seconds.items()},
+        "ratios": {name: round(middle, 3) for name, (_, middle, _) in ratios.items()},
+        "ratio_quartiles": {name: [round(low, 3), round(high, 3)] for name, (low, _, high) in ratios.items()},
         "gradient_bytes": gradient_bytes,
         "handed_bytes": found["handed_bytes"],
         "wire_bytes_per_rank": round(2 * (num_ranks - 1) / num_ranks * found["handed_bytes"]),

@@ -259,8 +259,8 @@ def main() -> None:
         "width": width if arguments.tensors is None else INPUTS,
         "tensors": sum(1 for _ in build().parameters()),
         "microseconds_per_step": {name: round(statistics.median(times), 1) for name, times in found.items()},
-        "times_by_hand": {name: round(statistics.median(times), 4) for name, times in ratios.items()},
-        "d9d_to_peer": {
+        "ratio_to_by_hand": {name: round(statistics.median(times), 4) for name, times in ratios.items()},
+        "ratio_of_d9d_to": {
             name: round(statistics.median(own / peer for own, peer in zip(found["d9d"], times, strict=True)), 3)
             for name, times in found.items()
         },

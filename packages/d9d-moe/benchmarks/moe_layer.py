@@ -110,7 +110,7 @@ def times(layers: dict[str, nn.Module], x: Tensor, gradient: Tensor, repeats: in
     figures = {f"{name} ms": round(statistics.median(each) * 1e3, 2) for name, each in seconds.items()}
     for name in names[1:]:
         ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds[name], strict=True)]
-        figures[f"ours / {name}"] = round(statistics.median(ratios), 3)
+        figures[f"ratio to {name}"] = round(statistics.median(ratios), 3)
     return figures
 
 

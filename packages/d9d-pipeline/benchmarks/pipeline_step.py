@@ -2,8 +2,8 @@
 
     uv run python packages/d9d-pipeline/benchmarks/pipeline_step.py
 
-Prints JSON. `against_torch`: step time divided by the step time of `torch.distributed.pipelining` with equal stages,
-measured in alternating pairs of steps. `against_simulation`: makespan of a measured step divided by the makespan of a
+Prints JSON. `ratio_to_torch`: step time divided by the step time of `torch.distributed.pipelining` with equal stages,
+measured in alternating pairs of steps. `ratio_to_simulation`: makespan of a measured step divided by the makespan of a
 simulation with the median times of its actions; forwards and backward halves only sleep. `microseconds_per_action`:
 time of a step with a tiny stage minus the time of a loop that calls the stage, per action.
 """
@@ -227,8 +227,8 @@ def main() -> None:
         slept = run_ranks(sleep, arguments.pairs, seconds, world_size=ranks)[0]
         raced = run_ranks(race, arguments.pairs, 2, world_size=ranks)[0]
         result[f"{ranks} ranks"] = {
-            "against_simulation": {name: ratio(taken, [1.0] * len(taken)) for name, taken in slept.items()},
-            "against_torch": {name: ratio(*taken) for name, taken in raced.items()},
+            "ratio_to_simulation": {name: ratio(taken, [1.0] * len(taken)) for name, taken in slept.items()},
+            "ratio_to_torch": {name: ratio(*taken) for name, taken in raced.items()},
         }
     print(json.dumps(result, indent=2))
 
