@@ -2,9 +2,9 @@
 
     uv run python packages/d9d-dist/benchmarks/gradient_sync.py --ranks 2 4
 
-Prints one JSON line per number of ranks. DDP runs with its defaults, and with `gradient_as_bucket_view`. All run in the same processes, alternately in each repetition, so other load
-on the machine affects both; compare ratios, not seconds. To all-reduce B bytes over n ranks, each rank has to send at
-least 2 (n - 1) / n B bytes; a ring reaches this bound.
+Prints one JSON line per number of ranks. DDP runs with its defaults, and with `gradient_as_bucket_view`. All run in the
+same processes, alternately in each repetition, so other load on the machine affects all; compare ratios, not seconds.
+To all-reduce B bytes over n ranks, each rank has to send at least 2 (n - 1) / n B bytes; a ring reaches this bound.
 """
 
 import argparse
