@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from d9d_dist import UserError
-from d9d_loop.data.conversation import Conversation, Message, read_conversation, with_parts
+from d9d_loop.data.conversation import Conversation, Message, read_conversation, read_pair, with_parts
 
 ImageSource: TypeAlias = Any
 """Path of an image as text, its encoded bytes, or a decoded image of Pillow."""
@@ -44,8 +44,28 @@ def read_image_chat(sample: Mapping[str, Any]) -> ImageChat:
     Raises:
         UserError: If a part is neither a text nor an image, or the numbers of images and of their places differ.
     """
-    given = _given_images(sample)
-    conversation = read_conversation(sample)
+    return _with_images(read_conversation(sample), _given_images(sample))
+
+
+def read_image_pair(sample: Mapping[str, Any]) -> tuple[ImageChat, ImageChat]:
+    """Convert a preference sample, see `read_pair`, to its chosen and rejected conversations with images.
+
+    Both have the images of the sample, which are as for `read_image_chat`.
+    """
+    chosen, rejected = (_with_images(each, _given_images(sample)) for each in read_pair(sample))
+    return chosen, rejected
+
+
+def has_images(sample: Mapping[str, Any]) -> bool:
+    """Return True if a sample has images, or a message of it has a part with one."""
+    turns = (sample.get(key) for key in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"))
+    messages = [each for turn in turns if isinstance(turn, list) for each in turn if isinstance(each, Mapping)]
+    parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
+    is_part = any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
+    return is_part or bool(sample.get("images")) or sample.get("image") is not None
+
+
+def _with_images(conversation: Conversation, given: list[Any]) -> ImageChat:
     messages = [with_parts(message) for message in conversation.messages]
     if given and not any(part.get("type") in ("image", "image_url") for part in _parts(messages)):
         messages = _with_places(messages, len(given))

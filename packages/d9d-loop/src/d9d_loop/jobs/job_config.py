@@ -98,7 +98,8 @@ class TextDataConfig(Section):
     too_long: TooLong = Field(default="truncate", description="Treatment of samples longer than `length`.")
     broken_images: OnBroken = Field(
         default="refuse",
-        description="Treatment of samples with an image that does not exist or cannot be decoded, in the job vision.",
+        description="Treatment of samples with an image that does not exist or cannot be decoded, in the jobs vision "
+        "and dpo.",
     )
     labels: ChatLabels = Field(
         default="assistant",
@@ -254,8 +255,10 @@ class TextJobConfig(JobFileConfig):
     @model_validator(mode="after")
     def _has_what_images_need(self) -> Self:
         if self.job != "vision":
-            if self.dataset.broken_images != "refuse":
-                raise ValueError(f"dataset.broken_images is set, but job = {self.job}; expected vision. Remove it")
+            if self.dataset.broken_images != "refuse" and self.job != "dpo":
+                raise ValueError(
+                    f"dataset.broken_images is set, but job = {self.job}; expected vision or dpo. Remove it"
+                )
             return self
         if self.model.folder is None:
             raise ValueError("job = vision needs model.folder, a folder with a model and its processor. Set it")

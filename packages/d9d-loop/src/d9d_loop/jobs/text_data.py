@@ -33,6 +33,7 @@ from d9d_loop.data import (
     tokenize_text,
 )
 from d9d_loop.data.contents import contents_of, sampled_digest
+from d9d_loop.data.image_chat import has_images
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_files import DataFiles
 from d9d_loop.data.samples import Collate, Samples
@@ -141,7 +142,8 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
         chats = (samples[index] for index in range(len(samples)))
         return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, **options))
 
-    training, evaluation = _token_files(config, tokenizer, tokenized, check=read_conversation)
+    check = partial(without_images, config, read_conversation)
+    training, evaluation = _token_files(config, tokenizer, tokenized, check=check)
     for key, file in (("dataset.files", training), ("dataset.evaluation_files", evaluation)):
         if file is not None:
             _check_chats(file, data.length, key=key)
@@ -152,6 +154,16 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
         return PackedTexts(config, training, evaluation, pad=pad)
     held_out = None if evaluation is None else _ChatRows(evaluation)
     return dataset_of(_ChatRows(training), held_out, config, collate=partial(pad_rows, padding=pad))
+
+
+def without_images(config: TextJobConfig, read: Callable[[Any], object], sample: Any) -> None:
+    """Read a sample; raise `UserError` if it is invalid, or has images, which a model of texts would not see."""
+    read(sample)
+    if has_images(sample):
+        raise UserError(
+            f"a sample has images, but job = {config.job} here trains on texts; expected job = vision, or job = dpo "
+            "without packing, with a model that AutoModelForImageTextToText loads. Choose these, or remove the images."
+        )
 
 
 def note_template(config: TextJobConfig, tokenizer: ChatTokenizer, note: Note) -> None:

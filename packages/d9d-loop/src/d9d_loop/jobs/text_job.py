@@ -19,7 +19,7 @@ from d9d_loop.jobs.text_model import auto_class, own_model, padding_id, router_l
 from d9d_loop.jobs.text_pairs import pair_rows
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, Embed, NextToken, Prefer, Reward
-from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.jobs.vision_data import for_images, image_chats
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.model.hugging_face_model import read_config
 from d9d_loop.model.model_provider import ModelProvider
@@ -40,7 +40,8 @@ def text_trainer(config: TextJobConfig) -> Trainer:
         )
     _check_folders(config)
     notes: list[str] = []
-    data, task, model = _parts(config, notes.append)
+    of_model = for_images(config)
+    data, task, model = _parts(config, of_model, notes.append)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
     compute = config.compute_metrics
     trainer = Trainer(
@@ -58,9 +59,9 @@ def text_trainer(config: TextJobConfig) -> Trainer:
             trainer.events.on(ConfigReady, lambda ready: adapted.check_export(config.run.dir, source))
         trainer.events.on(Finished, lambda done: adapted.export(done, source))
     if config.prompts:
-        trainer.events.subscribe(TextSamples(config))
+        trainer.events.subscribe(TextSamples(of_model))
     if config.export:
-        trainer.events.on(Finished, lambda done: write_tokenizer(config, done))
+        trainer.events.on(Finished, lambda done: write_tokenizer(of_model, done))
     return trainer
 
 
@@ -83,8 +84,8 @@ def _check_folders(config: TextJobConfig) -> None:
         read_config(folder, auto_class(config.job), {})
 
 
-def _parts(config: TextJobConfig, note: Note) -> tuple[DataProvider, Task, ModelProvider]:
-    """Return the data, the task and the model of a job."""
+def _parts(config: TextJobConfig, of_model: TextJobConfig, note: Note) -> tuple[DataProvider, Task, ModelProvider]:
+    """Return the data, the task and the model of a job. `of_model` is the configuration `for_images`."""
     tokenizer, packing = text_tokenizer(config), config.dataset.packing
     entries: dict[str, Any] = {}
     data: DataProvider
@@ -97,11 +98,9 @@ def _parts(config: TextJobConfig, note: Note) -> tuple[DataProvider, Task, Model
         case "vision":
             task = NextToken(counts_skipped=True)
             data = image_chats(config, note)
-            if router_loss_factor(config, tokenizer):
-                raise UserError(
-                    "the configuration of the model has output_router_logits = true, but job = vision has no balance "
-                    "loss of experts; expected false. Set it in config.json of the folder."
-                )
+        case "dpo" if of_model.job == "vision":
+            task = _preference_task(config, counts_skipped=True)
+            data = image_chats(of_model, note, pairs=True)
         case "dpo":
             task = _preference_task(config, router_loss=0.0 if packing else router_loss_factor(config, tokenizer))
             data = pair_rows(config, note)
@@ -120,15 +119,21 @@ def _parts(config: TextJobConfig, note: Note) -> tuple[DataProvider, Task, Model
             data = text_groups(config, pairs)
         case _:
             assert_never(config.job)
-    return data, task, own_model(config, tokenizer) if packing else transformers_model(config, tokenizer, entries)
+    if of_model.job == "vision" and router_loss_factor(of_model, tokenizer):
+        raise UserError(
+            "the configuration of the model has output_router_logits = true, but jobs with images have no balance loss "
+            "of experts; expected false. Set it in config.json of the folder."
+        )
+    return data, task, own_model(config, tokenizer) if packing else transformers_model(of_model, tokenizer, entries)
 
 
-def _preference_task(config: TextJobConfig, *, router_loss: float) -> Task:
+def _preference_task(config: TextJobConfig, *, router_loss: float = 0.0, counts_skipped: bool = False) -> Task:
     chosen = config.preference or PreferenceConfig()
     loss = PreferenceLoss(**chosen.model_dump(exclude={"reference"}))
     if config.dataset.packing:
         return PreferenceTask(loss, has_reference=chosen.reference)
-    return Prefer(loss, has_reference=chosen.reference, router_loss=router_loss)
+    options: dict[str, Any] = {"router_loss": router_loss, "counts_skipped": counts_skipped}
+    return Prefer(loss, has_reference=chosen.reference, **options)
 
 
 def _reference(config: TextJobConfig, adapted: AdaptedModel | None) -> Reference | None:

@@ -21,7 +21,16 @@ from d9d_loop.data.samples import Samples
 from d9d_loop.data.token_file_writer import open_or_write
 from d9d_loop.data.token_formats import token_format
 from d9d_loop.jobs.job_config import TextJobConfig
-from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_cuts, note_template, pad_rows, samples_of
+from d9d_loop.jobs.text_data import (
+    Note,
+    chat_tokenizer,
+    dataset_of,
+    note_cuts,
+    note_template,
+    pad_rows,
+    samples_of,
+    without_images,
+)
 from d9d_loop.jobs.text_model import padding_id
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +49,7 @@ def pair_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
             f"job = {config.job}, but {found} has tokens; expected samples with chosen and rejected. Set job = sft, or "
             "list the files from which the tokens were written."
         )
-    training, evaluation = samples_of(config, read_pair)
+    training, evaluation = samples_of(config, partial(without_images, config, read_pair))
     note_template(config, tokenizer, note)
     if data.packing:
         options: dict[str, Any] = {"held_out": evaluation, "too_long": data.too_long, "epochs": config.epochs}

@@ -30,7 +30,14 @@ def _wide(values: Tensor) -> Tensor:
 PER_TOKEN = frozenset(("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"))
 """Entries of a batch that have a value for each token [B, L]; others belong to the images of all rows."""
 
-_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept"))
+_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept", "reference_log_probs"))
+
+
+def _padded(batch: Batch, multiple: int) -> tuple[Batch, int]:
+    num_added = -batch["input_ids"].shape[-1] % multiple
+    values = {key: IGNORED_LABEL if key == "labels" else 0 for key in batch if key in PER_TOKEN}
+    added = {key: F.pad(batch[key], (0, num_added), value=value) for key, value in values.items()}
+    return {**batch, **added}, num_added
 
 
 @final
@@ -57,10 +64,7 @@ class NextToken(Task):
 
     def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
         """Return rows with more padding: id 0 without a label, which no earlier position sees."""
-        num_added = -batch["input_ids"].shape[1] % multiple
-        values = {key: IGNORED_LABEL if key == "labels" else 0 for key in batch if key in PER_TOKEN}
-        added = {key: F.pad(batch[key], (0, num_added), value=value) for key, value in values.items()}
-        return {**batch, **added}, num_added
+        return _padded(batch, multiple)
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the number of skipped samples, if it is counted."""
@@ -164,21 +168,30 @@ class Prefer(Task):
     """Preference optimization: the loss, metrics and reference of `PreferenceTask`, for a model that returns logits.
 
     The batch has `input_ids`, `attention_mask` and `labels` [P, 2, L]: the chosen and the rejected answer of each pair.
+    A batch with images is as for `NextToken`.
 
     Args:
         loss: Loss of pairs.
         has_reference: See `PreferenceTask`.
         router_loss: As for `NextToken`; it multiplies the number of pairs.
+        counts_skipped: See `NextToken`.
     """
 
     weight_unit = "pairs"
 
-    def __init__(self, loss: PreferenceLoss, *, has_reference: bool, router_loss: float = 0.0) -> None:
+    def __init__(
+        self, loss: PreferenceLoss, *, has_reference: bool, router_loss: float = 0.0, counts_skipped: bool = False
+    ) -> None:
         self._packed, self._router_loss = PreferenceTask(loss, has_reference=has_reference), router_loss
+        self._counts_skipped = counts_skipped
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model: all answers as rows."""
         return {**_rows_of_pairs(batch), "use_cache": False}
+
+    def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
+        """Return rows with more padding, as `NextToken` does."""
+        return _padded(batch, multiple)
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed losses of the pairs."""
@@ -188,11 +201,13 @@ class Prefer(Task):
         return loss
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return the reward margin and accuracy."""
-        return self._packed.metrics()
+        """Return the reward margin and accuracy, and the number of skipped samples, if it is counted."""
+        return {**self._packed.metrics(), **({"skipped_samples": Sum()} if self._counts_skipped else {})}
 
     def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
-        """Add the margins of a microbatch."""
+        """Add the margins of a microbatch, and its skipped samples."""
+        if self._counts_skipped:
+            metrics["skipped_samples"].update(batch["num_skipped"])
         packed, rows = self._as_packed(outputs, batch)
         self._packed.update_metrics(metrics, outputs=packed, batch=rows, loss=loss)
 
@@ -255,7 +270,8 @@ class Reward(Task):
 
 
 def _rows_of_pairs(batch: Batch) -> dict[str, Tensor]:
-    return {key: batch[key].flatten(0, 1) for key in ("input_ids", "attention_mask")}
+    inputs = {key: each for key, each in batch.items() if key not in _NOT_INPUTS}
+    return {key: each.flatten(0, 1) if key in PER_TOKEN else each for key, each in inputs.items()}
 
 
 def _rewards(outputs: Any, batch: Batch) -> Tensor:

@@ -4,28 +4,38 @@ B: samples, L: padded length.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_loop.config.config_source import validate_config
 from d9d_loop.data import ChatTokenizer, DatasetProvider
 from d9d_loop.data.chat_tokenizer import Span
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.conversation import Conversation
-from d9d_loop.data.image_chat import ImageChat, check_image, decode_image, read_image_chat
+from d9d_loop.data.image_chat import (
+    ImageChat,
+    check_image,
+    decode_image,
+    has_images,
+    read_image_chat,
+    read_image_pair,
+)
 from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data.packed_stream import IGNORED_LABEL
-from d9d_loop.data.sample_files import DataFiles
+from d9d_loop.data.sample_files import DataFiles, open_samples
 from d9d_loop.jobs.job_config import OnBroken, TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_template, samples_of
 from d9d_loop.jobs.text_tasks import PER_TOKEN
+from d9d_loop.model.hugging_face_model import read_config
 
 _logger = logging.getLogger(__name__)
 
@@ -37,8 +47,31 @@ _STAND_IN = Conversation(
 )
 
 
-def image_chats(config: TextJobConfig, note: Note = _logger.info) -> DatasetProvider:
+def for_images(config: TextJobConfig) -> TextJobConfig:
+    """Return the configuration of the job `vision` for a job `dpo` on pairs with images; other ones are unchanged.
+
+    Raises:
+        UserError: If the configuration does not fit images.
+    """
+    folder, data = config.model.folder, config.dataset
+    if config.job != "dpo" or data.packing or folder is None:
+        return config
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+
+    if type(read_config(folder, AutoConfig, {})) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return config
+    samples = open_samples([*data.files, *data.evaluation_files], key="dataset.files", text_field=data.text_field)
+    if not any(map(has_images, islice(samples, _NUM_CHECKED))):
+        return config
+    values = config.model_dump(exclude_unset=True)
+    return validate_config(TextJobConfig, {**values, "job": "vision", "preference": None})
+
+
+def image_chats(config: TextJobConfig, note: Note = _logger.info, *, pairs: bool = False) -> DatasetProvider:
     """Return the conversations of a job with their images, which are decoded when a batch is read.
+
+    With `pairs`, the samples are preference pairs, and tensors with a value per token are [P, 2, L], the chosen answer
+    first.
 
     A batch has the inputs of the model, `labels` [B, L], which are shifted, and -100 outside of the assistant's turns
     and on all tokens of an image, `num_skipped`, and `kept` [R]: the index of the sample of each row. A batch without
@@ -50,10 +83,11 @@ def image_chats(config: TextJobConfig, note: Note = _logger.info) -> DatasetProv
         chat_tokenizer(config),
         config.dataset,
     )
-    wrap = partial(ImageChats, tokenizer=tokenizer, mark=processor.image_token, broken=data.broken_images)
+    read: Read = read_image_pair if pairs else _read_one
+    wrap = partial(ImageChats, read=read, tokenizer=tokenizer, mark=processor.image_token, broken=data.broken_images)
     training, evaluation = samples_of(config, wrap=wrap)
     note_template(config, tokenizer, note)
-    collate = ImageCollator(processor, tokenizer, data)
+    collate = ImageCollator(processor, tokenizer, data, num_each=2 if pairs else 1)
     num_tried = min(len(training), _NUM_TRIED)
     if all(int(collate([training[index]])["num_skipped"]) for index in range(num_tried)):
         raise UserError(
@@ -81,54 +115,75 @@ class ImageRow:
     place: Any = None
 
 
+Read: TypeAlias = Callable[[Mapping[str, Any]], Sequence[ImageChat]]
+"""Function that returns the conversations of a sample: one, or both of a pair."""
+
+
+def _read_one(sample: Mapping[str, Any]) -> Sequence[ImageChat]:
+    return (read_image_chat(sample),)
+
+
 @final
 class ImageChats:
-    """Conversations of files as `ImageRow`; `None` for a sample with a broken image, if such samples are dropped."""
+    """Samples of files as one `ImageRow` for each conversation.
 
-    def __init__(self, samples: DataFiles, *, tokenizer: ChatTokenizer, mark: str, broken: OnBroken) -> None:
-        self._samples, self._tokenizer, self._mark, self._broken = samples, tokenizer, mark, broken
+    `None` for a sample with a broken image, if such samples are dropped.
+    """
+
+    def __init__(
+        self, samples: DataFiles, *, read: Read, tokenizer: ChatTokenizer, mark: str, broken: OnBroken
+    ) -> None:
+        self._samples, self._read, self._tokenizer = samples, read, tokenizer
+        self._mark, self._broken = mark, broken
         num_bytes = 0
         for index in range(min(len(samples), _NUM_CHECKED)):
-            chat = self._chat(index)
-            num_bytes += sum(len(each) for each in chat.images if isinstance(each, bytes))
+            num_bytes += sum(
+                len(each) for chat in self._chats(index) for each in chat.images if isinstance(each, bytes)
+            )
             if num_bytes > _BYTES_CHECKED:
                 break
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> ImageRow | None:
-        chat = self._chat(index)
+    def __getitem__(self, index: int) -> Sequence[ImageRow] | None:
+        decoded: dict[int, Any] = {}  # both conversations of a pair have the same images
         try:
-            images = [decode_image(each, self._folder(index)) for each in chat.images]
+            for chat in (chats := self._chats(index)):
+                for each in chat.images:
+                    if id(each) not in decoded:
+                        decoded[id(each)] = decode_image(each, self._folder(index))
         except UserError as error:
             if self._broken == "drop":
                 return None
             raise self._placed(error, index) from error
         try:
-            found = self._tokenizer(chat.conversation)
-            if (count := found.text.count(self._mark)) != len(images):
-                raise UserError(
-                    f"its text has {count} placeholders {self._mark!r} for {len(images)} images; expected one for each "
-                    f"image. Remove {self._mark!r} from the texts, or correct the chat template."
-                )
+            return [self._row(chat, [decoded[id(each)] for each in chat.images], index) for chat in chats]
         except UserError as error:
             raise self._placed(error, index) from None
+
+    def _row(self, chat: ImageChat, images: list[Any], index: int) -> ImageRow:
+        found = self._tokenizer(chat.conversation)
+        if (count := found.text.count(self._mark)) != len(images):
+            raise UserError(
+                f"its text has {count} placeholders {self._mark!r} for {len(images)} images; expected one for each "
+                f"image. Remove {self._mark!r} from the texts, or correct the chat template."
+            )
         return ImageRow(found.text, found.spans, images, partial(self._samples.place, index))
 
     def contents_digest(self) -> JsonValue:
         """Return the tokenizer and the contents of the files, and the digest of some samples with their images."""
         return [self._tokenizer.identity(), contents_of(self._samples), sampled_digest(self)]
 
-    def _chat(self, index: int) -> ImageChat:
-        """Return a conversation; its images that are files exist, unless broken ones are dropped."""
+    def _chats(self, index: int) -> Sequence[ImageChat]:
+        """Return the conversations of a sample; images that are files exist, unless broken ones are dropped."""
         try:
-            chat = read_image_chat(self._samples[index])
-            for each in chat.images if self._broken == "refuse" else ():
+            chats = self._read(self._samples[index])
+            for each in chats[0].images if self._broken == "refuse" else ():
                 check_image(each, self._folder(index))
         except UserError as error:
             raise self._placed(error, index) from None
-        return chat
+        return chats
 
     def _folder(self, index: int) -> Path:
         path = self._samples.path(index)
@@ -140,45 +195,50 @@ class ImageChats:
 
 @final
 class ImageCollator:
-    """Collator of `ImageRow`: one call of the processor for the texts and images of a batch.
+    """Collator of samples of `num_each` rows: one call of the processor for the texts and images of a batch.
 
-    A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a row whose
-    images or first label do not fit is skipped.
+    A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a sample with
+    a row whose images or first label do not fit is skipped.
     """
 
-    def __init__(self, processor: Any, tokenizer: ChatTokenizer, data: TextDataConfig) -> None:
+    def __init__(self, processor: Any, tokenizer: ChatTokenizer, data: TextDataConfig, *, num_each: int) -> None:
         from PIL import Image  # noqa: PLC0415 - an extra
 
-        self._processor, self._length = processor, data.length
+        self._processor, self._length, self._num_each = processor, data.length, num_each
         self._too_long, self._broken = data.too_long, data.broken_images
         white = Image.new("RGB", (64, 64), (255, 255, 255))
         self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
 
-    def __call__(self, samples: list[ImageRow | None]) -> dict[str, Tensor]:
+    def __call__(self, samples: list[Sequence[ImageRow] | None]) -> dict[str, Tensor]:
         """Return the batch of samples."""
-        kept = {index: row for index, row in enumerate(samples) if row is not None}
+        kept = {index: rows for index, rows in enumerate(samples) if rows is not None}
         while True:
-            num_own, rows = len(kept), list(kept.values())
-            rows = rows if any(row.images for row in rows) else [*rows, self._stand_in]
+            num_own, rows = len(kept), [row for of_sample in kept.values() for row in of_sample]
+            stand_ins = [] if any(row.images for row in rows) else [self._stand_in] * self._num_each
             try:
-                batch, ends = self._process(rows)
+                batch, ends = self._process([*rows, *stand_ins])
             except Exception:  # a processor does not say which image it cannot convert
-                kept = {index: row for index, row in kept.items() if self._is_accepted(row)}
+                kept = {index: rows for index, rows in kept.items() if all(map(self._is_accepted, rows))}
                 if len(kept) == num_own:
                     raise
                 continue
+            fits = [self._fits(row, batch, number, ends[number]) for number, row in enumerate(rows)]
+            starts = range(0, len(rows), self._num_each)
             kept = {
-                index: row
-                for number, (index, row) in enumerate(kept.items())
-                if self._fits(row, batch, number, ends[number])
+                index: of_sample
+                for start, (index, of_sample) in zip(starts, kept.items(), strict=True)
+                if all(fits[start : start + self._num_each])
             }
             if len(kept) == num_own:
                 break
-        width = max(self._length, *ends[num_own:], 0)
+        width = max(self._length, *ends[len(rows) :], 0)
         batch = {name: each[:, :width] if name in PER_TOKEN else each for name, each in batch.items()}
         labels = batch["labels"].clone()
         labels[:, self._length :] = IGNORED_LABEL
         batch["labels"] = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED_LABEL)), dim=1)
+        if self._num_each > 1:
+            split = (-1, self._num_each)
+            batch = {name: each.unflatten(0, split) if name in PER_TOKEN else each for name, each in batch.items()}
         batch["num_skipped"] = torch.tensor(len(samples) - num_own)
         batch["kept"] = torch.tensor(list(kept), dtype=torch.int64)
         return batch
