@@ -85,8 +85,8 @@ def test_images_in_another_order_would_be_found(
     read = ImageChats.__getitem__
 
     def reversed_images(chats: ImageChats, index: int) -> Any:
-        row: Any = read(chats, index)
-        return replace(row, images=row.images[::-1])
+        rows: Any = read(chats, index)
+        return [replace(row, images=row.images[::-1]) for row in rows]
 
     monkeypatch.setattr(ImageChats, "__getitem__", reversed_images)
     _train(released["root"] / "gemma3", released["file"], tmp_path, {})
