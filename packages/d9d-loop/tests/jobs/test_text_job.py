@@ -313,13 +313,10 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ),
         ({"mesh": {"expert_parallel": 2}}, r"expert_parallel = 2 needs .* dataset.packing = true"),
         (
-            {"mesh": {"context_parallel_shard": 2}, "job": "dpo"},
-            r"context_parallel_shard = 2 needs .* dataset.packing = true",
-        ),
-        (
             {"mesh": {"context_parallel_replicate": 2}, "job": "reward"},
-            r"context_parallel_replicate = 2 needs .* dataset.packing = true",
+            r"context_parallel_replicate = 2 is set, but job = reward; expected 1, or sft, dpo or pretrain. Remove it",
         ),
+        ({"mesh": {"expert_parallel": 2}, "job": "embed"}, r"expert_parallel = 2 is set, but job = embed; expected 1"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
         ({"job": "embed", "dataset": {"files": ["x"], "too_long": "drop"}}, r"too_long = drop, but job = embed"),
         ({"job": "sft", "dataset": {"files": ["x"], "end_token": "x"}}, r"end_token is set, but job = sft"),

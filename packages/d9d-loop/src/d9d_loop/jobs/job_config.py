@@ -230,14 +230,13 @@ class TextJobConfig(JobFileConfig):
     def _has_what_packing_needs(self) -> Self:
         if not self.dataset.packing:
             axes: tuple[str, ...] = ("expert_parallel",)
-            if self.job not in ("sft", "pretrain"):
+            why = f"needs d9d's own model of the family, as {_or(PACKED_JOBS)} use with dataset.packing = true. Set it,"
+            if self.job not in PACKED_JOBS:
                 axes += ("context_parallel_shard", "context_parallel_replicate")
+                why = f"is set, but job = {self.job}; expected 1, or {_or(PACKED_JOBS)}. Remove it,"
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
-                raise ValueError(
-                    f"{split[0]} needs d9d's own model of the family, which {_or(PACKED_JOBS)} use if "
-                    "dataset.packing = true. Set dataset.packing, or shard with mesh.data_parallel_shard"
-                )
+                raise ValueError(f"{split[0]} {why} or shard with mesh.data_parallel_shard")
             return self
         if self.job not in PACKED_JOBS:
             raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")

@@ -30,7 +30,7 @@ def _wide(values: Tensor) -> Tensor:
 PER_TOKEN = frozenset(("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"))
 """Entries of a batch that have a value for each token [B, L]; others belong to the images of all rows."""
 
-_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept", "reference_log_probs"))
+_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept", "reference_log_probs", "cp"))
 
 
 def _padded(batch: Batch, multiple: int) -> tuple[Batch, int]:
@@ -193,6 +193,10 @@ class Prefer(Task):
         """Return rows with more padding, as `NextToken` does."""
         return _padded(batch, multiple)
 
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Any:
+        """Return this context-parallel rank's part of the answers, with the mesh of the split as `cp`."""
+        return {**split.split(batch, dim=-1), "cp": split.mesh}
+
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed losses of the pairs."""
         loss = self._packed.loss(*self._as_packed(outputs, batch))
@@ -221,12 +225,12 @@ class Prefer(Task):
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
         return -losses.view_as(labels)
 
-    def _as_packed(self, outputs: Any, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _as_packed(self, outputs: Any, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the outputs and the batch as one row for each pair [P, 2 L], with an answer as a document."""
         rows = {name: batch[name].flatten(1) for name in ("labels", "reference_log_probs") if name in batch}
         number = torch.arange(2, device=batch["labels"].device)[None, :, None]
         rows["documents"] = number.expand_as(batch["labels"]).flatten(1)
-        return {"log_probs": self._log_probs(outputs, batch).flatten(1)}, rows
+        return {"log_probs": self._log_probs(outputs, batch).flatten(1)}, {**rows, "cp": batch.get("cp")}
 
 
 @final
