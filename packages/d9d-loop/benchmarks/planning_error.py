@@ -2,6 +2,7 @@
 
     python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123 | --models]
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
+    ... --record records/planning_error.json
 
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of its group, or with --shared of
 each group on the same hardware. Groups on DGX H100 and on Blackwell, which have few rows, are first fitted together,
@@ -12,7 +13,9 @@ times within the interval of the hardware file, which comes from folds with anot
 naive model: model FLOPs (x 4/3 with full recomputation), divided by the median rate of the group. With --shipped, each
 row is predicted with the constants of the hardware files; --fit prints these constants. Rows of HELD_OUT are never
 fitted.
-Memory has no fitted constant: its interval covers 90 % of the rows of a group.
+--record also writes the figures to the file from which `docs/choosing_a_layout.md` has its table, and with --fit the
+constants of the hardware files (`tests/planning/test_hardware_spec.py`). Memory has no fitted constant: its interval
+covers 90 % of the rows of a group.
 """
 
 import argparse
@@ -70,7 +73,8 @@ HELD_OUT = ("MT-NLG", "prime-rl h100-dgx", "prime-rl h200-dgx", "prime-rl b200-d
 
 def predict(row: Measured, hardware: Hardware) -> float:
     """Return the predicted step time, of the fastest layout if the source does not state the layout."""
-    return row.passes * min(step_time(row.shape, layout, hardware).total for layout in row.tuned)
+    times = [step_time(row.shape, layout, hardware) for layout in row.tuned]
+    return min(row.passes * each.total - (row.passes - 1) * (each.data + each.optimizer) for each in times)
 
 
 def fit(rows: Sequence[Measured], near: Fitted | None = None, *, starts: int = 2) -> Fitted:
@@ -260,6 +264,15 @@ def predictions(timed: Mapping[str, list[Measured]], options: argparse.Namespace
     return cross_validated(parts, names, options.seed)
 
 
+def _add_to_record(options: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    """Replace the figures of the same kind and names in the file of --record."""
+    kinds = {"fit": options.fit, "shipped": options.shipped, "intervals": options.shared, "models": options.models}
+    kind = next((name for name, is_chosen in kinds.items() if is_chosen), "folds")
+    record = json.loads(options.record.read_text()) if options.record.is_file() else {}
+    record[kind] = dict(sorted((record.get(kind, {}) | result).items()))
+    options.record.write_text(json.dumps(dict(sorted(record.items())), indent=2) + "\n")
+
+
 def main() -> None:
     """Fit, predict and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -273,6 +286,7 @@ def main() -> None:
     )
     parser.add_argument("--shipped", action="store_true", help="predict with the constants of the hardware files")
     parser.add_argument("--fit", action="store_true", help="print constants for the hardware files")
+    parser.add_argument("--record", type=Path, help="JSON file to which the figures are added")
     options = parser.parse_args()
     gc.freeze()  # imported modules are large
     groups: dict[str, list[Measured]] = defaultdict(list)
@@ -302,6 +316,8 @@ def main() -> None:
     if options.shipped:
         result["not read"] = Counter(f"{row['system']}: {row['model']}" for row in unread(options.file))
     print(json.dumps(result, indent=2))
+    if options.record is not None:
+        _add_to_record(options, result)
     gc.unfreeze()
 
 

@@ -8,6 +8,7 @@ import csv
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ MEGATRON_2022: dict[str, Any] = {
     "stored_weight_bytes": 2,
     "master_bytes": 12,
     "accumulation_bytes": 6,
+    "recomputes_last": True,
 }
 """Megatron-LM and Megatron-DeepSpeed until 2022: scores are stored, and gradients reduced after the backward pass.
 
@@ -216,6 +218,8 @@ def _tuned(base: PlanLayout, global_size: int, shape: DecoderShape) -> tuple[Pla
 def _foundry(row: Row) -> Measured | None:
     """Read a row of llm-foundry: FSDP with bf16 communication, no dropout, and FlashAttention 1, as in its script.
 
+    Its README says that the tables were made before PyTorch 2.0, which recomputes whole layers.
+
     FlashAttention 2 is 1.3 to 1.5 times faster (Dao 2023, https://arxiv.org/abs/2307.08691, section 4.1).
     """
     clusters = {"a100_40gb": "a100-40-dgx", "a100_80gb": "a100-80-dgx", "h100_80gb": "h100-dgx"}
@@ -229,6 +233,7 @@ def _foundry(row: Row) -> Measured | None:
         reduces_each_microbatch=True,
         dtype="fp8" if fp8 else "bf16",
         attention_speed=0.7,
+        recomputes_last=True,
     )
     cluster = clusters[row["gpu"]]
     return Measured(f"llm-foundry {cluster}", cluster, _gpt(row), (layout,), float(row["step_s"]), None, row)
@@ -262,10 +267,10 @@ def llama(name: str, vocab_size: int = 128256) -> DecoderShape | None:
 def _titan(row: Row) -> Measured | None:
     """Read a row of torchtitan: FSDP2 with fp32 masters, tensor and sequence parallelism; reserved memory.
 
-    Without a stated microbatch size, the number of microbatches is that of the pipeline stages, as by default.
-    Selective recomputation saves every other matrix product. Rows of the first file are not compiled unless they say
-    so. Without tensor parallelism, the loss reserves 14 bytes per logit. DTensor's parallel loss adds an exponential
-    and a sum in fp32, while log-softmax and gradient exist: 18 bytes.
+    Without a stated microbatch size, the number of microbatches is that of the pipeline stages, as by default. The
+    schedules wait for sends. Selective recomputation saves every other matrix product. Rows of the first file are not
+    compiled unless they say so. Without tensor parallelism, the loss reserves 14 bytes per logit. DTensor's parallel
+    loss adds an exponential and a sum in fp32, while log-softmax and gradient exist: 18 bytes.
     """
     degrees = _degrees(row)
     batch = _batch(row, degrees["dp"])
@@ -282,6 +287,8 @@ def _titan(row: Row) -> Measured | None:
         pointwise="compiled" if is_compiled else "eager",
         dtype="fp8" if "fp8" in row["precision"] else "bf16",
         overlaps_tensor="async" in row["precision"],
+        overlaps_pipeline=False,
+        ring_attention=True,
         loss_bytes=18 if degrees["tp"] > 1 else 14,
     )
     shape = llama(row["params_b"].partition(".")[0])
@@ -525,32 +532,60 @@ def _bridge(row: Row) -> Measured | None:
     return Measured(f"Megatron-Bridge {cluster}", cluster, shape, (layout,), float(row["step_s"]), None, row)
 
 
-def _automodel(row: Row) -> Measured | None:
-    """Read a row of AutoModel: pre-training with FSDP2, fp32 masters, eager operators, and a product for each expert.
+# Layers of a pipeline stage in the recipes of AutoModel, by number of devices.
+_STAGE_LAYERS = {256: 2, 1024: 4}
 
-    Full recomputation and attention of Transformer Engine; GPT OSS without recomputation and with FlexAttention. The
-    benchmark's router gives a token consecutive experts. If the source does not state the expert-parallel degree, it is
-    the data-parallel degree. Pipelines run local batches of 8 samples one after another. Rows of adapters (LoRA), all
-    with Qwen2.5, and models with layers other than attention and feed-forward are not read.
+
+def _automodel(row: Row) -> Measured | None:
+    """Read a row of AutoModel: pre-training with FSDP2 as in its recipes (`examples/llm_benchmark`), and fp32 masters.
+
+    Sparse models: norms and gates are fused kernels, rotary embeddings are not, each expert has a product, and the loss
+    does not cast logits. All but GPT OSS recompute layers, use the attention of Transformer Engine, and gather weights
+    and reduce gradients once per step; with pipelines, the reduction follows the last backward pass of a stage
+    (`fsdp_mixin.py`). GPT OSS has FlexAttention, and reduces gradients in each microbatch. The router gives a token
+    consecutive experts. Pipelines run local batches of 8 samples one after another; the layers of a stage are those of
+    the recipe, with the number of stages rounded down to a multiple of the ranks. The dense model is compiled, and
+    PyTorch calls the attention of cuDNN on H100 since version 2.10. Rows of adapters (LoRA), and models with layers
+    other than attention and feed-forward, are not read.
     """
-    names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B", "Kimi K2": "Kimi_K2"}
+    names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B"}
     name = names.get(row["model"], row["model"].replace("-OSS", " OSS"))
     shape = llama("70") if name == "Llama3 70B" else _SPARSE.get(name)
     if shape is None:
         return None
     degrees = _degrees(row)
-    if shape.num_experts and row["ep"] in ("", "-"):
-        degrees["ep"] = degrees["dp"]
-    is_gpt = name.startswith("GPT")
     batch, passes = _batch(row, degrees["dp"]), 1
-    if degrees["pp"] > 1:
+    if not shape.num_experts:
+        layout = PlanLayout(
+            **degrees,
+            **batch,
+            recompute="full",
+            reduces_each_microbatch=True,
+            pointwise="compiled",
+            attention_speed=2,
+        )
+        return Measured("AutoModel", "h100-dgx", shape, (layout,), float(row["step_s"]), None, row)
+    if row["ep"] in _BLANK:
+        degrees["ep"] = degrees["dp"]
+    is_gpt, is_pipelined = name.startswith("GPT"), degrees["pp"] > 1
+    stages = 1
+    if is_pipelined:
         passes, batch["num_microbatches"] = batch["num_microbatches"] // 8, 8
+        stages = ceil(shape.num_layers / _STAGE_LAYERS[_number(row, "gpus")]) // degrees["pp"]
     layout = PlanLayout(
         **degrees,
         **batch,
-        stages_per_rank=_number(row, "vp"),
+        stages_per_rank=stages,
         recompute="none" if is_gpt else "full",
         attention_speed=1 if is_gpt else 2,
+        sharding="parameters" if is_gpt or is_pipelined else "optimizer",
+        reduces_each_microbatch=is_gpt,
+        overlaps_gradients=not is_pipelined,
+        accumulation_bytes=0 if is_gpt else 6,
+        pointwise="fused",
+        fuses_gate=True,
+        fuses_rotary=False,
+        casts_loss=False,
         dispatch="nodes",
         adjacent_experts=True,
         routing_skew=1.0,

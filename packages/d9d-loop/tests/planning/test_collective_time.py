@@ -3,7 +3,7 @@
 import pytest
 
 from d9d_loop.planning import Hardware, hardware_names
-from d9d_loop.planning.collective_time import CollectiveName, Span, collective_seconds
+from d9d_loop.planning.collective_time import CollectiveName, Span, collective_seconds, link_share
 from d9d_loop.planning.hardware_spec import Links, Network
 
 
@@ -36,6 +36,14 @@ def test_more_members_per_node_use_more_network_adapters(hardware: Hardware) -> 
     alone = collective_seconds(hardware, "reduce_scatter", 1e9, Span(16, 1))
     together = collective_seconds(hardware, "reduce_scatter", 1e9, Span(16, 8))
     assert together < alone / 3
+
+
+def test_links_are_busy_for_the_share_of_their_rate_that_the_network_allows(hardware: Hardware) -> None:
+    """8 adapters of 50 GB/s limit links of 450 GB/s to 8/9 of their rate, 4 to 4/9."""
+    whole = {"link_efficiency": 0.5, "network_efficiency": 0.5}
+    same = hardware.model_copy(update={"fitted": hardware.fitted.model_copy(update=whole)})
+    spans = {Span(8, 8): 1.0, Span(16, 1): 0.0, Span(16, 8): 8 / 9, Span(64, 4): 4 / 9}
+    assert [link_share(same, span) for span in spans] == pytest.approx(list(spans.values()))
 
 
 def test_small_all_reduces_over_many_nodes_use_a_tree(hardware: Hardware) -> None:

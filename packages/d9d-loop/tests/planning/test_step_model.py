@@ -48,7 +48,8 @@ def test_parts_add_up_to_the_step() -> None:
 
 
 def test_recomputation_costs_a_third_of_compute() -> None:
-    full = step_time(SHAPE, LAYOUT, HARDWARE)
+    layout = replace(LAYOUT, recomputes_last=True, reduces_each_microbatch=True)  # whole layers, no sums of gradients
+    full = step_time(SHAPE, layout, HARDWARE)
     assert full.recompute / full.compute == pytest.approx(1 / 3, abs=0.03)
     assert step_time(SHAPE, replace(LAYOUT, recompute="none"), HARDWARE).recompute == 0
 
@@ -136,6 +137,17 @@ def test_eager_pointwise_operators_move_twice_the_bytes_of_fused_ones() -> None:
 def test_virtual_layers_reduce_the_layers_of_the_first_and_last_stage() -> None:
     layout = replace(LAYOUT, pp=4, virtual_layers=(1, 2))
     assert [layers_of(replace(SHAPE, num_layers=10), layout, rank)[0] for rank in range(4)] == [3, 3, 3, 1]
+
+
+def test_microbatches_add_their_gradients_to_whole_ones() -> None:
+    """FSDP2 reads bf16 gradients, and reads and writes the sums in fp32: 10 bytes per parameter and microbatch."""
+    layout = PlanLayout(dp=4, num_microbatches=2, length=2048)
+    whole, reduced = (
+        step_time(SHAPE, replace(layout, reduces_each_microbatch=each), HARDWARE).compute for each in (False, True)
+    )
+    size = sum(each.size for each in parameter_groups(SHAPE, layout, 0))
+    roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
+    assert whole - reduced == pytest.approx(2 * (10 * size / roof + HARDWARE.device.kernel_seconds), rel=1e-3)
 
 
 def test_a_captured_graph_does_not_wait_for_the_host() -> None:

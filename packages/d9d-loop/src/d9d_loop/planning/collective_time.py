@@ -81,7 +81,7 @@ def collective_seconds(
     size, inside, nodes = span.size, span.per_node, span.num_nodes
     if size == 1 or num_bytes == 0:
         return 0.0
-    link, network = _link(hardware), _network(hardware, nodes)
+    link, network = link_bandwidth(hardware), network_bandwidth(hardware, nodes)
     alpha, latency = hardware.links.latency, hardware.network.latency
     if name == "send":
         return alpha + num_bytes / link if nodes == 1 else latency + num_bytes / network
@@ -100,11 +100,22 @@ def collective_seconds(
     return min(ring, steps + shares * num_bytes, *([tree] if name == "all_reduce" else []))
 
 
-def _link(hardware: Hardware) -> float:
+def link_share(hardware: Hardware, span: Span) -> float:
+    """Return the share of the time of a ring in which the links of a node are busy."""
+    if span.per_node == 1:
+        return 0.0
+    if span.num_nodes == 1:
+        return 1.0
+    return min(1.0, span.per_node * network_bandwidth(hardware, span.num_nodes) / link_bandwidth(hardware))
+
+
+def link_bandwidth(hardware: Hardware) -> float:
+    """Return the effective bytes/s of the links of a device within a node."""
     return hardware.links.bandwidth * hardware.fitted.link_efficiency
 
 
-def _network(hardware: Hardware, num_nodes: int) -> float:
+def network_bandwidth(hardware: Hardware, num_nodes: int) -> float:
+    """Return the effective bytes/s of a device between `num_nodes` nodes."""
     network = hardware.network
     through_spine = network.oversubscription if num_nodes > network.rail_nodes else 1.0
     return network.bandwidth * hardware.fitted.network_efficiency / through_spine

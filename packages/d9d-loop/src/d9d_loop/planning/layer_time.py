@@ -2,7 +2,7 @@
 
     forward  = sum of kernels(tokens / cp, widths / tp) + tensor-parallel and expert collectives
     backward = the products of input and weight gradients + pointwise kernels + the same collectives
-    recompute = full: forward again; selective: attention's core and activation function again
+    recompute = full: forward again, without the last product; selective: attention's core and activation function again
 
 Tensor parallelism: two all-reduces of b s h values (microbatch size, length, hidden size) per pass (Shoeybi et al.
 2019, https://arxiv.org/abs/1909.08053), or with sequence parallelism an all-gather and a reduce-scatter each
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple, assert_never
 
-from d9d_loop.planning.collective_time import Span, collective_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds, link_bandwidth
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.kernel_time import (
@@ -66,6 +66,9 @@ Eager: cast to fp32 (2 + 4), log-softmax (4 + 4); gradients of the loss (4) and 
 Fused: the vocabulary-parallel loss of Megatron-LM has kernels for cast (6), maximum (4), difference (8), exponential
 (8), sum (4) and quotient (8); multiplication (8) and cast (6). Compiled: bf16 logits are read twice; read and written.
 """
+
+HALF_LOSS_TRAFFIC = (4, 8)
+"""The same without casts: log-softmax (2 + 2); gradients of the loss (2) and of log-softmax (4 + 2)."""
 
 
 class Linear(NamedTuple):
@@ -168,6 +171,11 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         expert = PassTime(expert=_expert_collectives(shape, layout, hardware, computation))
         forward, backward = forward + expert, backward + expert
     again = _recomputation(layout, hardware, forward, core_bytes, _activation_bytes(shape, layout, sparse=sparse))
+    if layout.recompute == "full" and not layout.recomputes_last and not sparse:
+        # Of the collectives of a dense layer, which have one size, the last one reduces the outputs of this product.
+        collectives = 4 if layout.sequence_parallel else 2
+        last = PassTime(matmul=_linear(hardware, layout, parallel[-1]).forward, tensor=forward.tensor / collectives)
+        again += last.times(-1)
     return LayerTime(forward, backward, again.times(1 / layout.recompute_every))
 
 
@@ -205,14 +213,15 @@ def _pointwise_bytes(
     rows = tokens / t * shape.top_k if sparse else 0.0
     inner = _activation_bytes(shape, layout, sparse=sparse) + rows * 2 * 3 * shape.expert_size
     permuted = rows * 2 * ROW_COPIES[layout.dispatch if layout.ep > 1 else None] * h
+    separate = 0.0 if layout.fuses_rotary else tokens * _separate_rotary_bytes(shape, t)
     fusion = POINTWISE_TRAFFIC[layout.pointwise]
     norms_and_residuals = thin * (2 * 2 + 2 * (3.5 if layout.dropout else 3))
-    moved = fusion * (norms_and_residuals + 2 * wide + inner + permuted) + core_bytes
+    moved = fusion * (norms_and_residuals + 2 * wide + inner + permuted) + separate + core_bytes
     # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
     # functions and softmax read a value more than in the forward pass.
-    moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner + permuted) + 1.5 * core_bytes
+    moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner + permuted) + separate + 1.5 * core_bytes
     if sparse and shape.biased_experts:
-        passes = BIAS_PASSES + (0 if layout.groups_experts else CLAMPED_GATE_PASSES)
+        passes = BIAS_PASSES + (0 if layout.groups_experts or layout.fuses_gate else CLAMPED_GATE_PASSES)
         moved += passes * rows * shape.expert_size * 2 * 2
         moved_backward += 2 * passes * rows * shape.expert_size * 2 * 2
     if layout.dtype != "bf16":
@@ -229,6 +238,18 @@ def _pointwise_bytes(
     return moved, moved_backward
 
 
+def _separate_rotary_bytes(shape: DecoderShape, t: int) -> float:
+    """Return the bytes per token and pass of a rotation in separate operators, beyond one kernel for it.
+
+    Cast to fp32 (2 + 4), product of complex numbers (4 + 4), cast (4 + 2); one kernel would read and write (2 + 2).
+    Latent attention rotates a part of each query and one key, and concatenates queries and keys (2 + 2 each).
+    """
+    if shape.latent is None:
+        return 16 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / t
+    rope = shape.latent[2]
+    return shape.num_heads * (16 * rope + 8 * (shape.head_dim + rope)) / t
+
+
 def _tensor_times(layout: PlanLayout, whole: float, matmul: tuple[float, float], hidden: float) -> tuple[float, float]:
     """Return the exposed times of tensor-parallel collectives in the forward and in the backward pass.
 
@@ -243,8 +264,8 @@ def _tensor_times(layout: PlanLayout, whole: float, matmul: tuple[float, float],
     if layout.overlaps_tensor:
         # The parts of a collective overlap the parts of its product; the first part is exposed.
         return (
-            exposed_seconds(matmul[0], whole, first=whole / layout.tp, contends=True),
-            exposed_seconds(matmul[1], backward, first=backward / layout.tp, contends=True),
+            exposed_seconds(matmul[0], whole, first=whole / layout.tp, link_share=1.0),
+            exposed_seconds(matmul[1], backward, first=backward / layout.tp, link_share=1.0),
         )
     if layout.overlaps_weight_gradients:
         # No computation hides the gather of a row-parallel product's gradient.
@@ -318,7 +339,8 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     tokens, vocab = layout.tokens_per_microbatch, ceil(shape.vocab_size / layout.tp)
     h = shape.hidden_size
     product = linear_seconds(hardware, tokens, vocab, h)
-    moved, moved_backward = LOSS_TRAFFIC[layout.pointwise]
+    casts = layout.casts_loss or layout.pointwise == "compiled"
+    moved, moved_backward = LOSS_TRAFFIC[layout.pointwise] if casts else HALF_LOSS_TRAFFIC
     logits = pointwise_seconds(hardware, tokens * vocab * moved, num_kernels=8)
     gradient = pointwise_seconds(hardware, tokens * vocab * moved_backward, num_kernels=4)
     collective = _tensor_pair(layout, hardware, tokens * h * 2)
@@ -409,7 +431,9 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
         network_bytes=num_bytes * _copies(shape, layout, span.num_nodes) if layout.dispatch == "nodes" else None,
     )
     if layout.overlaps_experts:
-        return exposed_seconds(computation, 2 * seconds, first=0.0, contends=span.per_node > 1) / 2
+        inside = num_bytes * _copies(shape, layout, layout.ep) * (span.per_node - 1) / span.size
+        share = min(1.0, 2 * layout.routing_skew * inside / link_bandwidth(hardware) / seconds)
+        return exposed_seconds(computation, 2 * seconds, first=0.0, link_share=share) / 2
     return seconds
 
 

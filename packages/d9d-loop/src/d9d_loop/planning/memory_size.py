@@ -5,7 +5,8 @@
     gathered    = P w' of the parameters that stay gathered: those outside of layers, or a whole pipeline stage
     loss        = tokens V / t x (2 + 4 + 4 + 4)     logits, fp32 copy, log-softmax and gradient, on the last stage
     forward     = recomputed and gathered tensors of one layer + weights of two layers
-    layer       = forward + weight gradients of a layer in the dtype of the weights and of the reduction
+    layer       = forward + weight gradients of a layer in the dtype of the weights and of the reduction, and the excess
+                  of ring attention
     allocated   = state + activations + gathered + max(loss, layer)
     reserved    = (allocated + min(loss, forward) + buffers) x 1.03
     total       = reserved + 1.5 GiB
@@ -123,7 +124,7 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
         gathered=gathered,
         loss=logits * layout.loss_bytes if has_head else 0.0,
         forward=forward,
-        layer=forward + weight_gradients,
+        layer=forward + _ring_excess(shape, layout) + weight_gradients,
         buffers=largest * layout.weight_bytes + _transfer_buffers(shape, layout, pipeline_rank),
     )
 
@@ -164,6 +165,25 @@ def _layer_bytes(shape: DecoderShape, layout: PlanLayout, recompute: Recompute, 
             products += 2 * 2 * h / thin
         return 2 * h / thin + 2 * heads * d / t + layout.saved_products * products
     return inputs + attention + wide
+
+
+def _ring_excess(shape: DecoderShape, layout: PlanLayout) -> float:
+    """Return the bytes that the backward pass of ring attention needs beyond the tensors of a layer.
+
+    In units of a tensor of queries: queries, keys, values, output and its gradient (5), contiguous keys and values (2),
+    their gathered copies (2 c with c ranks), the last pair that was sent (2), gradients of queries in fp32 (2), of keys
+    and values as sent and as received in fp32 (4 + 4), and of the kernel, with its accumulator (3 + 2). The tensors of
+    the feed-forward layer are free by then. The table of rotary embeddings of the whole sequence has 4 bytes per
+    element of a head, and exists twice.
+    """
+    if not layout.ring_attention or layout.cp == 1:
+        return 0.0
+    t, d = layout.tp, shape.head_dim
+    unit = layout.tokens_per_microbatch * 2 * shape.num_heads * d / t
+    counted = 2 * (2 * shape.num_heads + 2 * shape.num_kv_heads * layout.cp) * d / t
+    counted += 2 * shape.intermediate_size / t * (3 if shape.is_gated else 2)
+    excess = (24 + 2 * layout.cp) * unit - layout.tokens_per_microbatch * counted
+    return max(0.0, excess) + 2 * 4 * d * layout.length
 
 
 def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> float:

@@ -30,6 +30,8 @@ class PlanLayout:
         length: Tokens of a sample.
         recompute: Activations that the backward pass recomputes: none, the outputs of attention's core and of pointwise
             operators (selective), or whole layers (full).
+        recomputes_last: True if full recomputation also repeats the last product of a dense layer and its collective,
+            as Megatron-LM does; False if it ends with the last tensor that the backward pass reads, as in PyTorch.
         recompute_every: n, if only every n-th layer is recomputed.
         saved_products: Share of the matrix products whose outputs selective recomputation saves; the other products are
             recomputed.
@@ -47,6 +49,10 @@ class PlanLayout:
         groups_experts: True if one kernel multiplies all experts of a rank; False if each expert has its own.
         dispatch: Rows that experts of other ranks receive: each row of a token (rows), a token once for each rank with
             one of its experts (ranks), or also only once across the network for each node (nodes).
+        ring_attention: True if context parallelism is PyTorch's (torch.distributed.tensor.experimental), which repeats
+            key and value heads, gathers them again in the backward pass, and sums gradients in fp32.
+        fuses_rotary: True if one kernel rotates queries and keys; False if separate operators do in fp32.
+        fuses_gate: True if one kernel computes the clamped gate of experts, as always if they are grouped.
         adjacent_experts: True if the experts of a token are consecutive, as a benchmark's router may choose them.
         routing_skew: Ratio of the rows that the busiest rank receives to the mean; 1 for a forced balance.
         captured: Operators in captured graphs, which the host does not launch: those of the router, also those of
@@ -69,6 +75,7 @@ class PlanLayout:
             in addition to the products that compute them; 0 if these products accumulate in place.
         overlaps_weight_gradients: True if the backward pass's tensor-parallel collectives overlap weight gradients.
         loss_bytes: Bytes per logit of the loss: logits, their copies, and gradients.
+        casts_loss: True if the loss casts logits to fp32, unless it is compiled.
         splits_embedding: True if tensor-parallel ranks split the embedding; False if each has a whole one.
         gathers_logits: True if tensor-parallel ranks hold the logits of the whole vocabulary.
         shards_experts: True if all ranks with the same experts shard them (ZeRO 3) for any `sharding` and
@@ -88,6 +95,7 @@ class PlanLayout:
     num_microbatches: int = 1
     length: int = 4096
     recompute: Recompute = "none"
+    recomputes_last: bool = False
     recompute_every: int = 1
     saved_products: float = 1.0
     sharding: Sharding = "parameters"
@@ -102,6 +110,9 @@ class PlanLayout:
     overlaps_experts: bool = False
     groups_experts: bool = True
     dispatch: Dispatch = "ranks"
+    ring_attention: bool = False
+    fuses_rotary: bool = True
+    fuses_gate: bool = False
     adjacent_experts: bool = False
     routing_skew: float = 1.1
     captured: Captured = "none"
@@ -119,6 +130,7 @@ class PlanLayout:
     accumulation_bytes: float = 0
     overlaps_weight_gradients: bool = False
     loss_bytes: float = 14
+    casts_loss: bool = True
     splits_embedding: bool = True
     gathers_logits: bool = False
     shards_experts: bool = True

@@ -6,7 +6,7 @@ from functools import cache
 from typing import final
 
 from d9d_dist import StageInfo
-from d9d_loop.planning.collective_time import Span, collective_seconds
+from d9d_loop.planning.collective_time import Span, collective_seconds, link_share
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.kernel_time import pointwise_seconds
@@ -230,7 +230,7 @@ def _rank(
         first += count * layer.forward.device
         seconds += count * launch_bound_seconds(one.device, one.operators, host)
     rest = PassTime(operators=MICROBATCH_OPERATORS)
-    accumulated = sum(each.size for each in parameter_groups(shape, layout, index)) * layout.accumulation_bytes
+    accumulated = sum(_accumulated(each, layout) for each in parameter_groups(shape, layout, index))
     if accumulated:
         rest += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
     if index == 0:
@@ -242,6 +242,16 @@ def _rank(
     seconds += launch_bound_seconds(rest.device, rest.operators, host)
     parts = total + rest
     return _RankTime(parts, again, seconds, seconds * first / parts.device)
+
+
+def _accumulated(group: ParameterGroup, layout: PlanLayout) -> float:
+    """Return the bytes that a microbatch moves to add its gradients to those of earlier ones.
+
+    FSDP2 adds bf16 gradients to whole gradients in the dtype of the reduction, which are read and written
+    (`FSDPParam.accumulate_unsharded_grad_if_needed`).
+    """
+    is_whole = group.sharding == "parameters" and group.shards > 1 and layout.keeps_whole_gradients
+    return group.size * (2 + 2 * layout.gradient_bytes if is_whole else layout.accumulation_bytes)
 
 
 def transfer_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
@@ -282,9 +292,10 @@ def _data_parallel(
     total = m * (every_forward + every_backward) + first_forward + last_backward
     if not (layout.overlaps_gradients and hardware.device.overlaps):
         return total, 0.0
-    contends = any(Span.of(each.ranks, each.stride, hardware.devices_per_node).per_node > 1 for each in groups)
+    spans = (Span.of(each.ranks, each.stride, hardware.devices_per_node) for each in groups)
+    share = max(link_share(hardware, each) for each in spans)
     exposed = sum(
-        count * exposed_seconds(computation, transfers, first=bare, contends=contends)
+        count * exposed_seconds(computation, transfers, first=bare, link_share=share)
         for count, computation, transfers, bare in (
             (m - 1, rank.forward, every_forward, 0.0),
             (m - 1, rank.backward, every_backward, 0.0),
