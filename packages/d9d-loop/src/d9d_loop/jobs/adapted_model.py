@@ -61,7 +61,8 @@ class AdaptedModel(ModelProvider):
             self._choose(model)
         changes = self._peft.inject(self._method(), model, is_part=is_part)
         if not is_part:
-            self._check_files(model, base_mapper)
+            self._file_mapper = None if self._base.has_foreign_modules else base_mapper
+            self._check_files(model)
         for module in model.modules():
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
                 module.to_empty(device=torch.device("cpu"))
@@ -119,7 +120,7 @@ class AdaptedModel(ModelProvider):
         """
         folder, model, ctx = done.result.run_dir, done.model, done.ctx
         base = None if source is None else str(source.resolve())
-        self._peft.save_adapters(model, folder / "adapters", self._base_mapper, ctx, base_model=base)
+        self._peft.save_adapters(model, folder / "adapters", self._file_mapper, ctx, base_model=base)
         if ctx.is_main_process:  # the configuration of the adapted model: its classes, for example
             for name, content in self.export_files().items():
                 (folder / "adapters" / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -167,10 +168,10 @@ class AdaptedModel(ModelProvider):
                 "merges them."
             )
 
-    def _check_files(self, model: nn.Module, base_mapper: StateMapper | None) -> None:
-        """Raise `UserError` if files of adapters, which have the names of the folder, cannot hold the adapters."""
+    def _check_files(self, model: nn.Module) -> None:
+        """Raise `UserError` if files of adapters, which have the names that `peft` reads, cannot hold the adapters."""
         try:
-            self._peft.stored_tensor_names(model, base_mapper)
+            self._peft.stored_tensor_names(model, self._file_mapper)
         except UserError as error:
             raise UserError(
                 f"[adapter]: {error} In a job, narrow adapter.target, or set dataset.packing = false, so that the "

@@ -114,6 +114,7 @@ class _HuggingFaceModel(ModelProvider):
     """Provider of a `transformers` model. If `folder` is None, it starts from the model's initialization."""
 
     late_init = False
+    has_foreign_modules = True
 
     config: Any
     model_class: Any

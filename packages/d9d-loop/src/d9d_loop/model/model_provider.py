@@ -29,11 +29,13 @@ class ModelProvider(ABC):
             no rank holds the whole model. If False, `build` runs on the CPU with the job's seed, and training starts
             from the values that it returns.
         is_exported_by_handler: True if a handler of `Finished` exports the model, as that of adapters, and not the job.
+        has_foreign_modules: True if the modules are those of another library, by whose names `peft` loads adapters.
         new_parameters: Parameters of the last whole model that the folder of initial weights does not have.
     """
 
     late_init: bool = True
     is_exported_by_handler: bool = False
+    has_foreign_modules: bool = False
     new_parameters: frozenset[str] = frozenset()
 
     @property
