@@ -105,6 +105,9 @@ def _write_base(folder: Path) -> None:
 def _write_text_job(folder: Path) -> None:
     _write_base(folder)
     _write_chats(folder)
+
+
+def _write_vision_job(folder: Path) -> None:
     _write_vision_model(folder / "Qwen2.5-VL-3B")
 
 
@@ -128,6 +131,7 @@ PAGE_FILES: dict[str, Callable[[Path], None]] = {
     "docs/choosing_a_layout.md": _write_plan,
     "docs/quickstart.md": _write_base,
     "docs/text_jobs.md": _write_text_job,
+    "docs/vision_language_models.md": _write_vision_job,
     "docs/which_layout.md": _write_plan,
     "docs/your_dataset.md": _write_texts,
 }

@@ -1,5 +1,6 @@
 """Every Python snippet of the documentation and the READMEs runs; `snippets.py` says how."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -65,6 +66,24 @@ def test_each_surprise_names_a_script_of_its_version() -> None:
     for row in rows:
         script = ROOT / "findings" / f"{row[-1].strip(' |`')}.sh"
         assert row[0].strip("| ").partition(",")[0] in script.read_text(encoding="utf-8")
+
+
+def test_the_layouts_of_vision_language_models_are_tested() -> None:
+    """The table of the page names families and layouts of the test that compares all of them."""
+    tests = ROOT / "packages" / "d9d-loop" / "tests"
+    found = {}
+    for name, path in {"FAMILIES": "vision_cases.py", "MESHES": "jobs/test_vision_layouts.py"}.items():
+        tree = ast.parse((tests / path).read_text(encoding="utf-8"))
+        (values,) = [
+            each.value for each in tree.body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == name
+        ]
+        assert isinstance(values, ast.Dict)
+        found[name] = {key.value for key in values.keys if isinstance(key, ast.Constant)}
+    lines = (ROOT / "docs" / "vision_language_models.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.count("|") > 6]
+    assert set(rows[0][2:]) <= found["MESHES"]
+    assert {row[1].strip("`") for row in rows[2:]} <= found["FAMILIES"]
+    assert len(rows) > 7
 
 
 def test_guides_and_other_pages_are_found() -> None:
