@@ -1,7 +1,7 @@
 """Frozen and adapted parts of vision-language models: memory of a frozen tower, and each kind of adapter."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -39,14 +39,12 @@ def _model(folder: Path) -> Any:
 
 
 @contextmanager
-def _count_saved(part: nn.Module, others: nn.Module) -> Iterator[dict[bool, int]]:
+def _count_saved(part: nn.Module) -> Generator[dict[bool, int]]:
     """Count the elements of tensors that forward passes save for backward, inside of a part (True) and elsewhere."""
     counts, inside = {True: 0, False: 0}, [False]
-    parameters = {each.untyped_storage().data_ptr() for each in others.parameters()}
 
     def pack(saved: torch.Tensor) -> torch.Tensor:
-        if saved.untyped_storage().data_ptr() not in parameters:
-            counts[inside[0]] += saved.numel()
+        counts[inside[0]] += saved.numel()
         return saved
 
     def enter(*_: Any) -> None:
@@ -69,7 +67,7 @@ def _saved(model: Path, file: Path, runs: Path, freeze: list[str], mesh: dict[st
     values = {"mesh": mesh, "run": {"folder": runs}, "freeze": freeze, "optimizer": {"learning_rate": 0.1}}
     with Engine.open(EngineConfig.model_validate(values), model=_model(model), task=NextToken()) as engine:
         tower: Any = next(each for name, each in engine.model.named_modules() if name.endswith("visual"))
-        with _count_saved(tower, engine.model) as counts:
+        with _count_saved(tower) as counts:
             engine.forward_backward([batch], NextToken().loss)
         engine.step()
         is_frozen = [not each.requires_grad for each in tower.parameters()]
