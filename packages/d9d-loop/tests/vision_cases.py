@@ -1,10 +1,12 @@
 """Small folders of vision-language models of `transformers` with their processors, and files of chats with images."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -298,10 +300,28 @@ def plain_inputs(processor: Any, sample: dict[str, Any], folder: Path) -> tuple[
     return dict(inputs), torch.tensor([labels])
 
 
+@contextmanager
+def wide_norms() -> Generator[None]:
+    """Compute the norms of Gemma 3 in the dtype of their input, in this process.
+
+    `transformers` computes them in float32, and sums the gradients of their weights over the tokens of a forward in it.
+    So losses and gradients of float64 depend on the split of tokens over forwards and ranks, by 1e-7 of their sums.
+    """
+    gemma = import_module("transformers.models.gemma3.modeling_gemma3")
+
+    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * (1 + norm.weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemma.Gemma3RMSNorm, "forward", forward)
+        yield
+
+
+@wide_norms()
 def plain_training(
-    model: Path, file: Path, chats: list[dict[str, Any]], *, steps: int = 2, rate: float = 0.5
+    model: Path, file: Path, chats: list[dict[str, Any]], *, sizes: Sequence[int] = (4, 4), rate: float = 0.5
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and parameters of a plain loop in float64: steps of four samples, each in a forward of its own.
+    """Return losses and parameters of a plain loop in float64: steps of so many samples, each in a forward of its own.
 
     Gradients are divided after backward, as in jobs: norms of `transformers` round them to float32.
     """
@@ -311,8 +331,9 @@ def plain_training(
     auto: Any = transformers.AutoModelForImageTextToText
     found: Any = auto.from_pretrained(model, dtype=torch.float64, **(EAGER if "moe" in model.name else {})).train()
     losses = []
-    for step in range(steps):
-        batch = [plain_inputs(processor, each, file.parent) for each in chats[4 * step : 4 * step + 4]]
+    rest = iter(chats)
+    for size in sizes:
+        batch = [plain_inputs(processor, each, file.parent) for each in islice(rest, size)]
         count, total = sum(int((labels != -100).sum()) for _, labels in batch), 0.0
         for inputs, labels in batch:
             logits = found(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)

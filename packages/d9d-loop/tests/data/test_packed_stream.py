@@ -1,5 +1,6 @@
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_a_document_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["row_length", "window"])
 def test_sizes_below_one_are_refused(name: str) -> None:
-    sizes = {"row_length": 4, "window": 4, name: 0}
+    sizes: dict[str, Any] = {"row_length": 4, "window": 4, name: 0}
     with pytest.raises(UserError, match=f"{name} = 0; expected at least 1"):
         PackedStream(lists_stream(), seed=0, **sizes)
 

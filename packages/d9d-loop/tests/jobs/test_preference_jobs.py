@@ -372,7 +372,7 @@ def test_dropped_and_cut_pairs_are_counted(folder: Path, tmp_path: Path, capsys:
         ({"job": "dpo", "reward": {}}, "reward is set, but job = dpo; expected job = reward"),
         (
             {"job": "reward", "dataset": {"files": ["x"], "packing": True}},
-            "packing = true, but job = reward; expected sft, dpo or pretrain",
+            "packing = true, but job = reward; expected sft, vision, dpo or pretrain",
         ),
         (
             {"job": "reward", "prompts": ["a"]},

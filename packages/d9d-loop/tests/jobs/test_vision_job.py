@@ -282,7 +282,6 @@ def test_a_bad_sample_is_named(sample: dict[str, Any], message: str, model: Path
         ),
         ({"mesh": {"context_parallel_shard": 2}}, "mesh.context_parallel_shard = 2"),
         ({"mesh": {"expert_parallel": 2}}, "mesh.expert_parallel = 2"),
-        ({"dataset": {"files": ["x"], "packing": True}}, "dataset.packing = true, but job = vision"),
         ({"dataset": {"files": ["x"], "text_pairs": "joined"}}, "text_pairs = joined, but job = vision; expected chat"),
         ({"job": "sft", "dataset": {"files": ["x"], "broken_images": "drop"}}, "broken_images is set, but job = sft"),
     ],

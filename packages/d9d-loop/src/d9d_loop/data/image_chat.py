@@ -1,11 +1,13 @@
 """Conversations with images: their messages in parts, and the files or bytes of their images."""
 
 import base64
+import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 from d9d_dist import UserError
 from d9d_loop.data.conversation import Conversation, Message, read_conversation, read_pair, with_parts
@@ -15,6 +17,9 @@ ImageSource: TypeAlias = Any
 
 _KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 _MARK = "<image>"
+_T = TypeVar("_T")
+_ORIENTATION, _FIRST_TURNED = 0x0112, 5
+"""Key of the orientation in EXIF, and the first of its values that exchange width and height."""
 
 
 @final
@@ -93,15 +98,53 @@ def decode_image(source: ImageSource, folder: Path) -> Any:
     Raises:
         UserError: If the file does not exist, or its contents are not an image.
     """
-    from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
+    from PIL import ImageOps  # noqa: PLC0415 - an extra
+
+    return _read(source, folder, lambda found: ImageOps.exif_transpose(found).convert("RGB"))
+
+
+def image_size(source: ImageSource, folder: Path) -> tuple[int, int]:
+    """Return the width and height of the image of `decode_image`, from its header. Errors are those of it."""
+    from PIL import Image  # noqa: PLC0415 - an extra
+
+    def size(found: Any) -> tuple[int, int]:
+        if found.format == "TIFF":  # Pillow turns it
+            return found.size
+        is_turned = Image.Image.getexif(found).get(_ORIENTATION, 1) >= _FIRST_TURNED  # that of PNG decodes the image
+        return found.size[::-1] if is_turned else found.size
+
+    return _read(source, folder, size)
+
+
+def image_stamp(source: ImageSource, folder: Path) -> str:
+    """Return a text that differs if an image does: the path, size and time of a file, or the digest of bytes."""
+    match source:
+        case str():
+            path = folder / source
+            return f"{source} {(found.st_size, found.st_mtime_ns) if (found := _stat(path)) else None}"
+        case bytes():
+            return hashlib.sha256(source).hexdigest()
+        case _:
+            return str(source.size)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:
+    """Return what `read` gives for an image that is not decoded yet."""
+    from PIL import Image  # noqa: PLC0415 - an extra
 
     name = check_image(source, folder)
     try:
         if isinstance(source, Image.Image):
-            found = source
-        else:
-            found = Image.open(io.BytesIO(source) if isinstance(source, bytes) else folder / source)
-        return ImageOps.exif_transpose(found).convert("RGB")
+            return read(source)
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else folder / source) as found:
+            return read(found)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise UserError(
             f"{name} cannot be decoded: {error}. Expected a whole image that Pillow reads. Replace or remove it, or "

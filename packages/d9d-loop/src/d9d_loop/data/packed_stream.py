@@ -3,7 +3,8 @@
 L: row length, in positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -41,24 +42,33 @@ class PackedStream(WindowedStream):
         documents: Stream of documents: a `DocumentStream`, `TokenizedStream` or `ChatStream`; of pairs: a `PairStream`;
             or a mixture of these.
         window: Number of documents packed together. Larger windows leave less padding: 16,384 leave about 0.05 %.
+        pack: Function that returns the sample of the documents of a row. The default is `pack_row`.
 
     Raises:
         UserError: If `row_length` or `window` is below 1; in `Cursor.take`, if a document is longer than a row.
     """
 
     def __init__(
-        self, documents: SampleStream, *, row_length: int, window: int = 16_384, seed: int, pad_token: int = 0
+        self,
+        documents: SampleStream,
+        *,
+        row_length: int,
+        window: int = 16_384,
+        seed: int,
+        pad_token: int = 0,
+        pack: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         for name, value in (("row_length", row_length), ("window", window)):
             if value < 1:
                 raise UserError(f"{name} = {value}; expected at least 1.")
         super().__init__(documents, size=window)
-        self._row_length, self._seed, self._pad_token = row_length, seed, pad_token
+        self._row_length, self._seed = row_length, seed
+        self._pack = pack or partial(pack_row, row_length=row_length, pad_token=pad_token)
 
-    def read(self, entry: tuple[Entry, ...]) -> dict[str, Tensor]:
-        """Read the documents of a row and pack them; see `pack_row`."""
+    def read(self, entry: tuple[Entry, ...]) -> Any:
+        """Read the documents of a row and pack them."""
         documents = [document for part in entry for document in documents_of(self._stream.read(part))]
-        return pack_row(documents, self._row_length, pad_token=self._pad_token)
+        return self._pack(documents)
 
     def length(self, entry: tuple[Entry, ...]) -> int:
         """Return the number of positions of a row, excluding padding."""

@@ -187,20 +187,26 @@ def cached_token_file(
 
 
 def open_or_write(folder: Path, write: Callable[[], object]) -> TokenFile:
-    """Open a token file; call `write` first if there is no such folder. All ranks of a job may call this at once.
+    """Open a token file; see `write_once`."""
+    write_once(folder, write)
+    return TokenFile(folder)
+
+
+def write_once(folder: Path, write: Callable[[], object]) -> None:
+    """Call `write`, which writes a folder, if there is no such folder. All ranks of a job may call this at once.
 
     One rank of each machine writes, and the others wait for it. Each writes a temporary folder, and the first one to
     finish renames its folder into place.
     """
-    if not folder.exists():
-        with host_lock("tokens", str(folder.resolve())):
-            if not folder.exists():
-                try:
-                    write()
-                except (OSError, ValueError):  # if the folder exists now, another machine has written it
-                    if not folder.exists():
-                        raise
-    return TokenFile(folder)
+    if folder.exists():
+        return
+    with host_lock("tokens", str(folder.resolve())):
+        if not folder.exists():
+            try:
+                write()
+            except (OSError, ValueError):  # if the folder exists now, another machine has written it
+                if not folder.exists():
+                    raise
 
 
 _SUFFIX = ".d9d-partial"

@@ -24,8 +24,11 @@ CHAT_JOBS: tuple[JobKind, ...] = ("sft", "vision", "dpo", "reward")
 GENERATING_JOBS: tuple[JobKind, ...] = ("sft", "vision", "dpo", "pretrain")
 """Jobs whose model predicts the next token."""
 
-PACKED_JOBS: tuple[JobKind, ...] = ("sft", "dpo", "pretrain")
+PACKED_JOBS: tuple[JobKind, ...] = ("sft", "vision", "dpo", "pretrain")
 """Jobs that support packed rows."""
+
+OWN_JOBS = tuple(job for job in PACKED_JOBS if job != "vision")
+"""Jobs whose packed rows need d9d's own model of the family."""
 
 OnBroken: TypeAlias = Literal["refuse", "drop"]
 """Treatment of a sample whose image does not exist or cannot be decoded: an error, or the sample is skipped."""
@@ -113,8 +116,8 @@ class TextDataConfig(Section):
     )
     packing: bool = Field(
         default=False,
-        description="Pack several samples into rows of `length` tokens, for d9d's own model of the family. Each token "
-        "attends only to its own sample.",
+        description="Pack several samples into rows of `length` tokens, for d9d's own model of the family, or a model "
+        "of transformers in the job vision. Each token attends only to its own sample.",
     )
     end_token: str | None = Field(
         default=None,
@@ -226,20 +229,25 @@ class TextJobConfig(JobFileConfig):
         "decoding. Results go to report.html and the trackers.",
     )
 
+    @property
+    def has_own_model(self) -> bool:
+        """True if the job trains d9d's own model of the family."""
+        return self.dataset.packing and self.job in OWN_JOBS
+
     @model_validator(mode="after")
     def _has_what_packing_needs(self) -> Self:
-        if not self.dataset.packing:
+        if self.dataset.packing and self.job not in PACKED_JOBS:
+            raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")
+        if not self.has_own_model:
             axes: tuple[str, ...] = ("expert_parallel",)
-            why = f"needs d9d's own model of the family, as {_or(PACKED_JOBS)} use with dataset.packing = true. Set it,"
-            if self.job not in PACKED_JOBS:
+            why = f"needs d9d's own model of the family, as {_or(OWN_JOBS)} use with dataset.packing = true. Set it,"
+            if self.job not in OWN_JOBS:
                 axes += ("context_parallel_shard", "context_parallel_replicate")
-                why = f"is set, but job = {self.job}; expected 1, or {_or(PACKED_JOBS)}. Remove it,"
+                why = f"is set, but job = {self.job}; expected 1, or {_or(OWN_JOBS)}. Remove it,"
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
                 raise ValueError(f"{split[0]} {why} or shard with mesh.data_parallel_shard")
             return self
-        if self.job not in PACKED_JOBS:
-            raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")
         model = self.model
         unused = [] if model.dtype is None else ["model.dtype"]
         unused += [] if model.folder is None else [f"model.{name}" for name in model.entries]

@@ -19,7 +19,7 @@ from d9d_loop.jobs.text_model import auto_class, own_model, padding_id, router_l
 from d9d_loop.jobs.text_pairs import pair_rows
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, Embed, NextToken, Prefer, Reward
-from d9d_loop.jobs.vision_data import for_images, image_chats
+from d9d_loop.jobs.vision_data import for_images, image_chats, packed_image_chats
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.model.hugging_face_model import read_config
 from d9d_loop.model.model_provider import ModelProvider
@@ -80,7 +80,7 @@ def _check_folders(config: TextJobConfig) -> None:
     folder = config.model.folder
     if folder is not None and not folder.is_dir():
         raise UserError(f"model.folder = {folder} is a file; expected its folder, with config.json.")
-    if folder is not None and not config.dataset.packing:
+    if folder is not None and not config.has_own_model:
         read_config(folder, auto_class(config.job), {})
 
 
@@ -97,7 +97,7 @@ def _parts(config: TextJobConfig, of_model: TextJobConfig, note: Note) -> tuple[
             data = chat_rows(config, note) if config.job == "sft" else texts(config, note)
         case "vision":
             task = NextToken(counts_skipped=True)
-            data = image_chats(config, note)
+            data = (packed_image_chats if packing else image_chats)(config, note)
         case "dpo" if of_model.job == "vision":
             task = _preference_task(config, counts_skipped=True)
             data = image_chats(of_model, note, pairs=True)
@@ -124,7 +124,8 @@ def _parts(config: TextJobConfig, of_model: TextJobConfig, note: Note) -> tuple[
             "the configuration of the model has output_router_logits = true, but jobs with images have no balance loss "
             "of experts; expected false. Set it in config.json of the folder."
         )
-    return data, task, own_model(config, tokenizer) if packing else transformers_model(of_model, tokenizer, entries)
+    own = config.has_own_model
+    return data, task, own_model(config, tokenizer) if own else transformers_model(of_model, tokenizer, entries)
 
 
 def _preference_task(config: TextJobConfig, *, router_loss: float = 0.0, counts_skipped: bool = False) -> Task:

@@ -29,7 +29,7 @@ class TextSamples:
 
     def __init__(self, config: TextJobConfig) -> None:
         self._tokenizer, self._length = text_tokenizer(config), config.dataset.length
-        self._is_packed = config.dataset.packing
+        self._is_packed = config.has_own_model
         self._texts, self._ids = dict[str, str](), dict[str, list[int]]()
         chats = chat_tokenizer(config) if config.job in CHAT_JOBS else None
         self._stops = set(end_ids(config))

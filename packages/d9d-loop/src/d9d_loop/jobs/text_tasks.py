@@ -27,8 +27,8 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-PER_TOKEN = frozenset(("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"))
-"""Entries of a batch that have a value for each token [B, L]; others belong to the images of all rows."""
+PER_TOKEN = frozenset(("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "mm_token_type_ids"))
+"""Entries of a batch that have a value for each token [..., B, L]; others belong to the images of all rows."""
 
 _NOT_INPUTS = frozenset(("labels", "num_skipped", "kept", "reference_log_probs", "cp"))
 

@@ -4,10 +4,11 @@ B: samples, L: padded length.
 """
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -23,18 +24,23 @@ from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.conversation import Conversation
 from d9d_loop.data.image_chat import (
     ImageChat,
+    ImageSource,
     check_image,
     decode_image,
     has_images,
+    image_size,
+    image_stamp,
     read_image_chat,
     read_image_pair,
 )
 from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_files import DataFiles, open_samples
+from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import OnBroken, TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_template, samples_of
 from d9d_loop.jobs.text_tasks import PER_TOKEN
+from d9d_loop.jobs.vision_packing import PackedImages, RowPacker, image_lengths
 from d9d_loop.model.hugging_face_model import read_config
 
 _logger = logging.getLogger(__name__)
@@ -78,24 +84,60 @@ def image_chats(config: TextJobConfig, note: Note = _logger.info, *, pairs: bool
     an image gets one more row with a small one, without a label: all ranks must run the tower, because it takes part in
     their collectives.
     """
+    if config.dataset.packing:
+        raise UserError(
+            "image_chats: got dataset.packing = true; expected false. The job vision packs, with d9d-train."
+        )
+    training, evaluation, collate = _chats(config, note, num_each=2 if pairs else 1)
+    data, num_tried = config.dataset, min(len(training), _NUM_TRIED)
+    if all(int(collate([training[index]])["num_skipped"]) for index in range(num_tried)):
+        raise _skipped(num_tried, data)
+    return dataset_of(training, evaluation, config, collate=collate)
+
+
+def packed_image_chats(config: TextJobConfig, note: Note = _logger.info) -> PackedImages:
+    """Return the conversations of `image_chats`, packed into rows of at most `dataset.length` tokens.
+
+    The numbers of tokens are determined once, without the pixels, and cached in `run.folder`. See `RowPacker` for the
+    entries of a batch. An image that makes a batch run the tower has no row of its own.
+    """
+    packer = RowPacker.of(config)
+    training, evaluation, collate = _chats(config, note, packer=packer)
+    lengths = []
+    for samples in filter(None, (training, evaluation)):
+        lengths.append(image_lengths(samples, collate, config))
+        if not any(lengths[-1]):
+            raise _skipped(len(samples), config.dataset)
+        if num_skipped := lengths[-1].count(0):
+            note(
+                f"of {len(samples)} conversations, {num_skipped} are skipped, see dataset.too_long and "
+                "dataset.broken_images."
+            )
+    return PackedImages(config, training, evaluation, lengths, collate=collate)
+
+
+def _chats(
+    config: TextJobConfig, note: Note, *, num_each: int = 1, packer: RowPacker | None = None
+) -> tuple[Samples, Samples | None, "ImageCollator"]:
+    """Return the training and the held-out samples of a job, and their collator."""
     processor, tokenizer, data = (
         read_processor(config.model.tokenizer or config.model.folder),
         chat_tokenizer(config),
         config.dataset,
     )
-    read: Read = read_image_pair if pairs else _read_one
+    read: Read = _read_one if num_each == 1 else read_image_pair
     wrap = partial(ImageChats, read=read, tokenizer=tokenizer, mark=processor.image_token, broken=data.broken_images)
     training, evaluation = samples_of(config, wrap=wrap)
     note_template(config, tokenizer, note)
-    collate = ImageCollator(processor, tokenizer, data, num_each=2 if pairs else 1)
-    num_tried = min(len(training), _NUM_TRIED)
-    if all(int(collate([training[index]])["num_skipped"]) for index in range(num_tried)):
-        raise UserError(
-            f"the first {num_tried} samples are skipped, because their images or their first label do not fit into "
-            f"dataset.length = {data.length} tokens, or because of dataset.broken_images; expected samples to train "
-            "on. Increase the length, or make images smaller in the files of the processor."
-        )
-    return dataset_of(training, evaluation, config, collate=collate)
+    return training, evaluation, ImageCollator(processor, tokenizer, data, num_each=num_each, packer=packer)
+
+
+def _skipped(count: int, data: TextDataConfig) -> UserError:
+    return UserError(
+        f"the first {count} samples are skipped, because their images or their first label do not fit into "
+        f"dataset.length = {data.length} tokens, or because of dataset.broken_images; expected samples to train "
+        "on. Increase the length, or make images smaller in the files of the processor."
+    )
 
 
 @final
@@ -147,12 +189,29 @@ class ImageChats:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sequence[ImageRow] | None:
+        return self._rows(index, decode_image)
+
+    def sized(self, index: int) -> Sequence[ImageRow] | None:
+        """Return a sample with the sizes of its images instead of their pixels."""
+        return self._rows(index, image_size)
+
+    def stamp(self, index: int) -> str:
+        """Return a text that differs if the sample or one of its images does; files by size and time."""
+        folder = self._folder(index)
+        return str(
+            [
+                (each.conversation.to_json(), [image_stamp(source, folder) for source in each.images])
+                for each in self._chats(index)
+            ]
+        )
+
+    def _rows(self, index: int, read: Callable[[ImageSource, Path], Any]) -> Sequence[ImageRow] | None:
         decoded: dict[int, Any] = {}  # both conversations of a pair have the same images
         try:
             for chat in (chats := self._chats(index)):
                 for each in chat.images:
                     if id(each) not in decoded:
-                        decoded[id(each)] = decode_image(each, self._folder(index))
+                        decoded[id(each)] = read(each, self._folder(index))
         except UserError as error:
             if self._broken == "drop":
                 return None
@@ -198,20 +257,31 @@ class ImageCollator:
     """Collator of samples of `num_each` rows: one call of the processor for the texts and images of a batch.
 
     A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a sample with
-    a row whose images or first label do not fit is skipped.
+    a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples, each for a row.
     """
 
-    def __init__(self, processor: Any, tokenizer: ChatTokenizer, data: TextDataConfig, *, num_each: int) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        tokenizer: ChatTokenizer,
+        data: TextDataConfig,
+        *,
+        num_each: int,
+        packer: RowPacker | None = None,
+    ) -> None:
         from PIL import Image  # noqa: PLC0415 - an extra
 
-        self._processor, self._length, self._num_each = processor, data.length, num_each
+        self._processor, self._length, self._num_each, self._packer = processor, data.length, num_each, packer
         self._too_long, self._broken = data.too_long, data.broken_images
+        self._tokenizer_identity = tokenizer.identity()
         white = Image.new("RGB", (64, 64), (255, 255, 255))
         self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
 
-    def __call__(self, samples: list[Sequence[ImageRow] | None]) -> dict[str, Tensor]:
+    def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return the batch of samples."""
-        kept = {index: rows for index, rows in enumerate(samples) if rows is not None}
+        groups = [[each] for each in samples] if self._packer is None else samples
+        group_of = [number for number, group in enumerate(groups) for _ in group]
+        kept = {index: rows for index, rows in enumerate(chain.from_iterable(groups)) if rows is not None}
         while True:
             num_own, rows = len(kept), [row for of_sample in kept.values() for row in of_sample]
             stand_ins = [] if any(row.images for row in rows) else [self._stand_in] * self._num_each
@@ -222,7 +292,11 @@ class ImageCollator:
                 if len(kept) == num_own:
                     raise
                 continue
-            fits = [self._fits(row, batch, number, ends[number]) for number, row in enumerate(rows)]
+            lengths = batch["attention_mask"].sum(1).tolist()
+            fits = [
+                self._fits(row, labels[:length], end)
+                for row, labels, length, end in zip(rows, batch["labels"], lengths, ends, strict=False)
+            ]
             starts = range(0, len(rows), self._num_each)
             kept = {
                 index: of_sample
@@ -239,9 +313,42 @@ class ImageCollator:
         if self._num_each > 1:
             split = (-1, self._num_each)
             batch = {name: each.unflatten(0, split) if name in PER_TOKEN else each for name, each in batch.items()}
-        batch["num_skipped"] = torch.tensor(len(samples) - num_own)
-        batch["kept"] = torch.tensor(list(kept), dtype=torch.int64)
-        return batch
+        batch["num_skipped"] = torch.tensor(len(group_of) - num_own)
+        if self._packer is None:
+            batch["kept"] = torch.tensor(list(kept), dtype=torch.int64)
+            return batch
+        cut = [min(each, self._length) for each in lengths[:num_own]] + lengths[num_own:]
+        packed = [[s for s, index in enumerate(kept) if group_of[index] == group] for group in range(len(groups))]
+        min(packed, key=lambda row: sum(cut[s] for s in row)).extend(range(num_own, len(cut)))
+        return self._packer(batch, cut, packed)
+
+    def identity(self) -> str:
+        """Return everything that determines the number of tokens of a row, and whether it is skipped."""
+        settings = [self._length, self._too_long, self._broken]
+        return f"{self._tokenizer_identity} {self._processor.to_json_string()} {settings}"
+
+    def replacements(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """Return the texts that replace the placeholders of the images of a row of these widths and heights."""
+        from PIL import Image  # noqa: PLC0415 - an extra
+
+        self._process(
+            [ImageRow(self._processor.image_token * len(sizes), (), [Image.new("RGB", each) for each in sizes])]
+        )
+        return [each["replacement"] for each in self._processor.get_text_with_replacements.found[0]]
+
+    def num_tokens(self, sample: Sequence[ImageRow], replacements: Callable[[tuple[Any, ...]], list[str]]) -> int:
+        """Return the number of tokens of a sample of one row, whose images are sizes; 0 if it is skipped."""
+        (row,) = sample
+        try:
+            texts = replacements(tuple(row.images)) if row.images else []
+        except Exception as error:
+            self._reject(row, error)
+            return 0
+        (text,), (replaced,) = self._processor.get_text_with_replacements([row.text], texts)
+        found = self._processor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = torch.tensor(found["input_ids"])
+        labels, end = _labels(row, ids, found["offset_mapping"], replaced)
+        return min(len(ids), self._length) if self._fits(row, labels, end) else 0
 
     def _process(self, rows: Sequence[ImageRow]) -> tuple[dict[str, Tensor], list[int]]:
         """Return the inputs of the model with labels [B, L] that are not shifted, and the end of each row's images."""
@@ -258,45 +365,68 @@ class ImageCollator:
             )
         )
         offsets, replaced = batch.pop("offset_mapping").tolist(), self._processor.get_text_with_replacements.found
-        batch["labels"], ends = torch.full_like(batch["input_ids"], IGNORED_LABEL), list[int]()
-        for number, row in enumerate(rows):
-            labels, ids, end = batch["labels"][number], batch["input_ids"][number], 0
-            inside = list(map(tuple, offsets[number]))
-            for span in row.spans:
-                first, stop = _tokens_of(_moved(span, replaced[number]), inside)
-                labels[first:stop] = ids[first:stop]
-            for each in replaced[number]:
-                first, stop = _tokens_of(each["new_span"], inside)
-                labels[first:stop] = IGNORED_LABEL
-                end = max(end, stop)
-            ends.append(end)
-        return batch, ends
+        lengths = batch["attention_mask"].sum(1).tolist()
+        found = [
+            _labels(row, batch["input_ids"][number], offsets[number][: lengths[number]], replaced[number])
+            for number, row in enumerate(rows)
+        ]
+        batch["labels"] = torch.stack([labels for labels, _ in found])
+        return batch, [end for _, end in found]
 
     def _is_accepted(self, row: ImageRow) -> bool:
         """Return True if the processor converts a row. Raise `UserError` if not, and such rows are errors."""
         try:
             self._process([row if row.images else self._stand_in])
         except Exception as error:
-            if self._broken == "refuse":
-                raise UserError(
-                    f"{row.place()}: the processor cannot convert the images: {error} Replace or remove them, or set "
-                    'dataset.broken_images = "drop".'
-                ) from error
+            self._reject(row, error)
             return False
         return True
 
-    def _fits(self, row: ImageRow, batch: dict[str, Tensor], number: int, end: int) -> bool:
+    def _reject(self, row: ImageRow, error: Exception) -> None:
+        """Raise `UserError` for a row that the processor does not convert, if such rows are errors."""
+        if self._broken == "refuse":
+            raise UserError(
+                f"{row.place()}: the processor cannot convert the images: {error} Replace or remove them, or set "
+                'dataset.broken_images = "drop".'
+            ) from error
+
+    def _fits(self, row: ImageRow, labels: Tensor, end: int) -> bool:
         """Return True if a row is used. Raise `UserError` if it is too long, and such rows are errors."""
-        num_tokens = int(batch["attention_mask"][number].sum())
-        if num_tokens <= self._length:
+        if len(labels) <= self._length:
             return True
         if self._too_long == "refuse":
             raise UserError(
-                f"{row.place()}: the sample has {num_tokens} tokens; expected at most dataset.length = {self._length}. "
-                'Increase the length, or set dataset.too_long = "drop".'
+                f"{row.place()}: the sample has {len(labels)} tokens; expected at most dataset.length = "
+                f'{self._length}. Increase the length, or set dataset.too_long = "drop".'
             )
-        has_label = bool((batch["labels"][number, : self._length] != IGNORED_LABEL).any())
+        has_label = bool((labels[: self._length] != IGNORED_LABEL).any())
         return self._too_long == "truncate" and end <= self._length and has_label
+
+
+def _labels(
+    row: ImageRow, ids: Tensor, offsets: Sequence[Span], replaced: Sequence[dict[str, Any]]
+) -> tuple[Tensor, int]:
+    """Return the labels [L] of the tokens of a row, and the end of its last image. `offsets` has no padding."""
+    labels, end = torch.full_like(ids, IGNORED_LABEL), 0
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+
+    def tokens_of(span: Span) -> slice:
+        """Return the tokens inside of characters of the text, without tokens of no characters at both ends."""
+        first, stop = bisect_left(starts, span[0]), bisect_right(stops, span[1])
+        while first < stop and starts[first] == stops[first]:
+            first += 1
+        while first < stop and starts[stop - 1] == stops[stop - 1]:
+            stop -= 1
+        return slice(first, max(first, stop))
+
+    for span in row.spans:
+        place = tokens_of(_moved(span, replaced))
+        labels[place] = ids[place]
+    for each in replaced:
+        place = tokens_of(each["new_span"])
+        labels[place] = IGNORED_LABEL
+        end = max(end, place.stop)
+    return labels, end
 
 
 def _moved(span: Span, replaced: Sequence[dict[str, Any]]) -> Span:
@@ -304,10 +434,3 @@ def _moved(span: Span, replaced: Sequence[dict[str, Any]]) -> Span:
     added = [(each["span"][1], each["new_span"][1] - each["span"][1]) for each in replaced]
     start, stop = (char + max((more for end, more in added if end <= char), default=0) for char in span)
     return start, stop
-
-
-def _tokens_of(span: Span, offsets: Sequence[Span]) -> Span:
-    """Return the indices [first, stop) of the tokens inside of characters of a text."""
-    start, stop = span
-    found = [index for index, (begin, end) in enumerate(offsets) if start <= begin < end <= stop]
-    return (found[0], found[-1] + 1) if found else (0, 0)

@@ -22,6 +22,7 @@ from d9d_loop._hugging_face_tensor_plan import tensor_plan
 from d9d_loop.model._block_trace import BlockTrace, trace_blocks
 from d9d_loop.model._hugging_face_context import split_rows
 from d9d_loop.model._hugging_face_heads import Accepted
+from d9d_loop.model._hugging_face_masks import mask_packed_rows
 from d9d_loop.model._hugging_face_stage import Absent, cut_stage
 from d9d_loop.model.export_notes import with_older_entries
 from d9d_loop.model.folder_dtypes import FolderDtypes
@@ -145,6 +146,7 @@ class _HuggingFaceModel(ModelProvider):
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
                 module.register_forward_hook(_forget_positions)
+        mask_packed_rows(model)
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:

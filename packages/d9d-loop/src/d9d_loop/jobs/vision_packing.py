@@ -1,0 +1,158 @@
+"""Packing of conversations with images: their lengths in tokens, the stream of rows, and the positions of a row.
+
+S: samples, B: rows, L: row length, D: dimensions of the model's rotary positions.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from d9d_dist import UserError
+from d9d_loop.data import DataProvider, IndexedStream, PackedStream, SampleStream, pad_sequences
+from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.data.token_file_writer import PartialFolder, write_once
+from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_model import auto_class
+from d9d_loop.jobs.text_tasks import PER_TOKEN
+from d9d_loop.model.hugging_face_model import read_config
+
+PACKED_MODELS = frozenset(
+    ("gemma3", "idefics3", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+)
+"""Values of `model_type` of models that compute each sample of a row as if it was alone."""
+
+
+@final
+class RowPacker:
+    """Packer of samples into rows: those of an element of a batch follow each other in a row, and padding after them.
+
+    A batch has `position_ids` [B, L] instead of `attention_mask`. They start at 0 in each sample, and `transformers`
+    derives from them which tokens see each other. A model with positions in several dimensions gets [1 + D, B, L]:
+    these, and those that its method `get_rope_index` gives each sample.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+
+    @staticmethod
+    def of(config: TextJobConfig) -> "RowPacker":
+        """Return the packer for the model of a job; raise `UserError` if samples of a row would see each other."""
+        folder, auto = config.model.folder, auto_class(config.job)
+        assert folder is not None
+        found = read_config(folder, auto, config.model.entries)
+        if found.model_type not in PACKED_MODELS:
+            raise UserError(
+                f"dataset.packing = true, but {folder} is a {found.model_type}, whose samples of a row may change each "
+                f"other; expected {', '.join(sorted(PACKED_MODELS))}. Set dataset.packing = false."
+            )
+        with torch.device("meta"):
+            whole = auto.from_config(found)
+        model = next((each for each in whole.modules() if hasattr(each, "get_rope_index")), None)
+        if model is not None:
+            model._modules.clear()  # the method reads only the configuration
+        return RowPacker(model)
+
+    def __call__(
+        self, batch: dict[str, Tensor], lengths: Sequence[int], rows: Sequence[Sequence[int]]
+    ) -> dict[str, Tensor]:
+        """Return the batch with samples [S, L] cut to `lengths` and packed; a row lists the indices of its samples."""
+        names = [name for name in PER_TOKEN & batch.keys() if name != "attention_mask"]
+        packed = {name: each for name, each in batch.items() if name not in PER_TOKEN}
+        for name in names:
+            parts = [torch.cat([batch[name][s, : lengths[s]] for s in row] or [batch[name][0, :0]]) for row in rows]
+            packed[name] = pad_sequences(parts, value=IGNORED_LABEL if name == "labels" else 0)
+        length = packed["input_ids"].shape[1]
+        rotary = None if self._model is None else _rope_index(self._model, batch)
+        positions = []
+        for row in rows:
+            ends = [*(lengths[s] for s in row), length - sum(lengths[s] for s in row)]
+            of_row = torch.cat([torch.arange(end) for end in ends])
+            if rotary is not None:
+                others = [*(rotary[:, s, : lengths[s]] for s in row), torch.arange(ends[-1]).expand(len(rotary), -1)]
+                of_row = torch.cat((of_row[None], torch.cat(others, dim=1)))
+            positions.append(of_row)
+        packed["position_ids"] = torch.stack(positions, dim=-2)
+        return packed
+
+
+def _rope_index(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the rotary positions [D, S, L] of samples by the model's own method."""
+    wanted = inspect.signature(model.get_rope_index).parameters
+    return model.get_rope_index(**{name: each for name, each in batch.items() if name in wanted})[0]
+
+
+@final
+class PackedImages(DataProvider):
+    """Conversations with images, packed into rows. Those of length 0 are skipped.
+
+    Attributes:
+        lengths: Number of tokens of each training sample, and of each held-out sample if there are some.
+    """
+
+    draws = False
+
+    def __init__(
+        self,
+        config: TextJobConfig,
+        training: Samples,
+        evaluation: Samples | None,
+        lengths: Sequence[list[int]],
+        *,
+        collate: Collate,
+    ) -> None:
+        self._training, self._evaluation, self.lengths, self._collate = training, evaluation, lengths, collate
+        self._row_length, self._shuffle, self.epochs = config.dataset.length, config.data.shuffle, config.epochs
+
+    def training(self, *, seed: int) -> SampleStream:
+        """Return the rows of all epochs."""
+        return self._rows(self._training, self.lengths[0], seed=seed, shuffle=self._shuffle, epochs=self.epochs)
+
+    def evaluation(self) -> SampleStream | None:
+        """Return the rows of the held-out samples."""
+        if self._evaluation is None:
+            return None
+        return self._rows(self._evaluation, self.lengths[1], seed=0, shuffle=False, epochs=1)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Collate rows."""
+        return self._collate(samples)
+
+    def _rows(self, samples: Samples, lengths: list[int], *, seed: int, **options: Any) -> SampleStream:
+        kept: Any = Subset(samples, [index for index, length in enumerate(lengths) if length])  # ty: ignore[invalid-argument-type]
+        chats = IndexedStream(kept, seed=seed, length=list(filter(None, lengths)).__getitem__, **options)
+        return PackedStream(chats, row_length=self._row_length, seed=seed, pack=list)
+
+
+def image_lengths(samples: Samples, collate: Any, config: TextJobConfig) -> list[int]:
+    """Return the number of tokens of each conversation of `ImageChats`, with those of its images; 0 if it is skipped.
+
+    The processor gives the placeholders of a blank image of each size. Results are cached in `run.folder`.
+    """
+    data: Any = samples
+    chats, indices = (data.dataset, data.indices) if isinstance(data, Subset) else (data, range(len(data)))
+    digest = hashlib.sha256(collate.identity().encode())
+    for index in indices:
+        digest.update(hashlib.sha256(chats.stamp(index).encode()).digest())
+    folder = config.run.folder / "tokens" / f"images-{digest.hexdigest()[:16]}"
+
+    def write() -> None:
+        replacements: Callable[[tuple[Any, ...]], list[str]] = cache(collate.replacements)
+        sized = map(chats.sized, indices)
+        lengths = [0 if sample is None else collate.num_tokens(sample, replacements) for sample in sized]
+        partial = PartialFolder(folder)
+        try:
+            (partial.path / "lengths.json").write_text(json.dumps(lengths))
+            partial.publish()
+        finally:
+            partial.close()
+
+    write_once(folder, write)
+    return json.loads((folder / "lengths.json").read_text())
