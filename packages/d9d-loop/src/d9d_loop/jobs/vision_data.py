@@ -257,7 +257,7 @@ class ImageCollator:
     """Collator of samples of `num_each` rows: one call of the processor for the texts and images of a batch.
 
     A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a sample with
-    a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples, each for a row.
+    a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples: one a row.
     """
 
     def __init__(
