@@ -241,12 +241,12 @@ Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
 def _all_experts_use_the_bias_of_the_first() -> AbstractContextManager[object]:
-    real = d9d_moe.grouped_linear._rows_of
+    real = d9d_moe.grouped_linear.bias_of_rows
 
     def first(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
         return real(bias_GO[:1].expand_as(bias_GO), x_NI, counts_G)
 
-    return mock.patch.object(d9d_moe.grouped_linear, "_rows_of", first)
+    return mock.patch.object(d9d_moe.grouped_linear, "bias_of_rows", first)
 
 
 def _clamped_experts_lose_their_residual() -> AbstractContextManager[object]:

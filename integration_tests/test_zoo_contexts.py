@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_zoo_experts import ERRORS as EXPERT_ERRORS
 from zoo_jobs import context_differences
 
 from d9d_dist.testing import run_ranks
@@ -80,5 +81,6 @@ def test_a_mutant_is_found(bug: str) -> None:
 
 def test_the_page_names_the_types_that_are_an_error() -> None:
     page = (Path(__file__).parents[1] / "docs" / "hugging_face_model.md").read_text(encoding="utf-8")
-    [row] = [line for line in page.splitlines() if line.startswith("| `mesh.context_parallel_shard` |")]
-    assert re.findall(r"`(\w+)`", row.split("|")[3]) == sorted(ERRORS)
+    for axis, errors in {"context_parallel_shard": ERRORS, "expert_parallel": EXPERT_ERRORS}.items():
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `mesh.{axis}` |")]
+        assert re.findall(r"`(\w+)`", row.split("|")[3]) == sorted(errors)

@@ -8,6 +8,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -101,6 +102,13 @@ _FITTED: Mapping[str, dict[str, Any]] = {
     "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "attention_head_dim": 16, "chunk_size": 4},
 }
 """Values of types, for keys whose meaning is that of one type."""
+
+_SPARSE: Mapping[str, dict[str, Any]] = {
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "nemotron_h": {"layers_block_type": ["full_attention", "moe"]},
+}
+"""Values of types that have no experts otherwise, for a comparison of experts."""
 
 _SET_IF_NONE = {
     "num_key_value_heads",
@@ -209,6 +217,7 @@ def library_entry(name: str) -> Entry:
         "decoders": lambda name: _transformers(name, num_layers=4),
         # A window and a chunk are shorter than the part of a rank.
         "contexts": lambda name: _transformers(name, num_layers=4, window=5, length=16),
+        "experts": lambda name: _transformers(name, changes=_SPARSE.get(name, {})),
         "timm": _timm,
         "torchvision": _torchvision,
         "diffusers": _diffusers,
@@ -216,14 +225,20 @@ def library_entry(name: str) -> Entry:
     return makers[library](model)
 
 
-def _transformers(model_type: str, num_layers: int = 2, window: int = 8, length: int = 8) -> Entry:
+def _transformers(
+    model_type: str,
+    num_layers: int = 2,
+    window: int = 8,
+    length: int = 8,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> Entry:
     import transformers  # noqa: PLC0415
 
     kind = getattr(transformers, transformers_names()[model_type])
     config = kind.config_class()
     for part in _parts(config):
         _shrink(part, num_layers)
-        for key, value in _FITTED.get(part.model_type, {}).items():
+        for key, value in {**_FITTED.get(part.model_type, {}), **changes}.items():
             setattr(part, key, value)
         for key in (*_WINDOWS, "attention_chunk_size") if window != _SMALL["sliding_window"] else ():
             if getattr(part, key, None) is not None:

@@ -4,7 +4,7 @@ The plan names styles of `transformers` for modules and parameters, with `*` for
 modules are plain tensors in all styles, as in `d9d_dist`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getsource, signature
 from typing import Any, ClassVar, NamedTuple, final
@@ -43,8 +43,8 @@ class TensorPlan(NamedTuple):
     whole: Mapping[str, Sequence[str]]
 
 
-def tensor_plan(model: Any, degree: int) -> TensorPlan:
-    """Return the tensor-parallel plan of a model.
+def tensor_plan(model: Any, degree: int, *, leave: Collection[str] = ()) -> TensorPlan:
+    """Return the tensor-parallel plan of a model, without the modules named in `leave`.
 
     A block stays replicated if one of its modules has an unsupported style, or has no style and lies between split
     layers. A replicated block gives the same results, but saves no memory. Outputs of embeddings and heads are not
@@ -65,7 +65,7 @@ def tensor_plan(model: Any, degree: int) -> TensorPlan:
     for name, module in model.named_modules():
         rule = rules.get(_with_wildcards(name))
         inside = {key: found for key in module._parameters if (found := rules.get(_with_wildcards(f"{name}.{key}")))}
-        if rule is None and not inside:
+        if name in leave or (rule is None and not inside):
             continue
         style = _style(model, name, rule, inside)
         if style is None:

@@ -60,7 +60,7 @@ class GroupedLinear(nn.Module):
     def forward(self, x_NI: Tensor, counts_G: Tensor) -> Tensor:
         """Call `grouped_matmul`, and add the bias of each row's group, except on `meta`, where products are counted."""
         y_NO = grouped_matmul(x_NI, self.weight, counts_G)
-        return y_NO if self.bias is None or x_NI.is_meta else y_NO + _rows_of(self.bias, x_NI, counts_G)
+        return y_NO if self.bias is None or x_NI.is_meta else y_NO + bias_of_rows(self.bias, x_NI, counts_G)
 
 
 def grouped_matmul(
@@ -94,7 +94,7 @@ def _check_counts(counts_G: Tensor, *, num_groups: int, num_rows: int) -> None:
         raise UserError(f"got counts_G = {counts_G.tolist()}; {expected} with the sum {num_rows}, the number of rows.")
 
 
-def _rows_of(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
+def bias_of_rows(bias_GO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
     """Return the bias of each row's group [N, O].
 
     A grouped product, because the gradient of indexing is summed in a nondeterministic order on accelerators.

@@ -21,6 +21,7 @@ from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
 from d9d_loop.model._block_trace import BlockTrace, trace_blocks
 from d9d_loop.model._hugging_face_context import split_rows
+from d9d_loop.model._hugging_face_experts import check_experts, shard_experts
 from d9d_loop.model._hugging_face_heads import Accepted
 from d9d_loop.model._hugging_face_masks import mask_packed_rows
 from d9d_loop.model._hugging_face_stage import Absent, cut_stage
@@ -48,7 +49,8 @@ def hugging_face_model(
     """Return a provider of a `transformers` model with the weights of a folder, or with the model's initialization.
 
     The mesh decides the layout: `mesh.tensor_parallel` splits the layers that the model's own plan (`model.tp_plan`)
-    names, and `mesh.pipeline_parallel` splits a decoder into stages at its list of blocks.
+    names, `mesh.expert_parallel` shards experts (with d9d-moe), and `mesh.pipeline_parallel` splits a decoder into
+    stages at its list of blocks.
 
     From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
     buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block listed in the
@@ -150,9 +152,11 @@ class _HuggingFaceModel(ModelProvider):
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        whole_model = self.trace.model if self.trace else model
+        experts = check_experts(whole_model, ctx)
         rows = ctx.mesh_for("batch")["cp"]
         if rows.size() > 1:
-            whole = split_rows(model, self.trace.model if self.trace else model, rows)
+            whole = split_rows(model, whole_model, rows)
             if whole and ctx.is_main_process:
                 reasons = {re.sub(r"\.\d+", ".*", name): reason for name, reason in whole.items()}
                 for name, reason in reasons.items():
@@ -160,7 +164,7 @@ class _HuggingFaceModel(ModelProvider):
         tensor = ctx.mesh_for("dense")["tp"]
         if tensor.size() > 1:
             # A stage has the plan of the whole model, so that copies of tied parameters are split in the same way.
-            plan = tensor_plan(self.trace.model if self.trace else model, tensor.size())
+            plan = tensor_plan(whole_model, tensor.size(), leave=experts)
             if ctx.is_main_process:
                 for block, reasons in plan.whole.items():
                     print(f"d9d: mesh.tensor_parallel does not split {block}, because of {', '.join(reasons)}.")
@@ -172,6 +176,8 @@ class _HuggingFaceModel(ModelProvider):
         inner = precision and replace(precision, cast_inputs=False)
         # In a pipeline, do not reshard after forward: a stage would gather its parameters for each microbatch.
         reshard = ctx.size("regular", "pp") == 1
+        if experts:
+            shard_experts(model, ctx, inner)
         for block in _blocks(model):
             parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner, reshard_after_forward=reshard)
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=precision, reshard_after_forward=reshard)

@@ -1,0 +1,251 @@
+"""Mixtures of experts of `transformers` train with sharded experts as on one rank, or are an error before the start.
+
+`--all` compares losses and each gradient of all causal types with experts that run on a small configuration.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from zoo_jobs import context_differences
+
+import d9d_moe.fused_experts
+from d9d_dist import GradientSync, MeshConfig, UserError
+from d9d_dist.testing import assert_trees_close, full_gradients, full_parameters, run_ranks
+from d9d_loop import GradientsReady, Loss, ModelReady, StepDone, Task, Trainer, TrainerConfig, hugging_face_model
+from d9d_loop.jobs.adapted_model import AdaptedModel
+from d9d_loop.jobs.job_config import AdapterConfig
+from d9d_state.region_reader import RegionReader
+
+_SAMPLE = ("gpt_oss",)
+"""Experts with biases and transposed weights."""
+
+TYPES = (
+    *("afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3"),
+    *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4_text", "glm4_moe"),
+    *("glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+    *("hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling2_text", "inkling_text", "jamba", "jetmoe", "kimi_linear"),
+    *("kolibri1", "laguna", "lfm2_moe", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minimax"),
+    *(
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "mixtral",
+        "nemotron_h",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+    ),
+    *("qwen3_next", "solar_open", "zaya"),
+)
+"""Causal types with experts, without those of `_SAMPLE`."""
+
+_CHUNK = 6
+
+ERRORS = {
+    "jetmoe": "experts of another kind (JetMoeParallelExperts)",
+    "llama4_text": "experts of another kind (Llama4TextExperts)",
+    "longcat_flash": "experts of another kind (LongcatFlashExperts)",
+}
+"""Types whose experts cannot be sharded, with the error before the start."""
+
+_MESHES: Mapping[str, dict[str, int]] = {
+    "sharded": {"data_parallel_shard": 4, "expert_parallel": 2},
+    "replicas": {"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2},
+    "all ranks": {"data_parallel_shard": 4, "expert_parallel": 4},
+    "context": {"data_parallel_shard": 2, "context_parallel_shard": 2, "expert_parallel": 4},
+    "tensor": {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 4},
+}
+
+
+def _differences(types: tuple[str, ...], mesh: Mapping[str, int], mutant: str | None = None) -> dict[str, str]:
+    names = [f"experts:{name}" for name in types]
+    num_ranks = prod(size for axis, size in mesh.items() if axis != "expert_parallel")
+    return run_ranks(_with_mutant, names, mesh, mutant, world_size=num_ranks, timeout=1800)[0]
+
+
+def _with_mutant(names: list[str], mesh: Mapping[str, int], mutant: str | None) -> dict[str, str]:
+    with _mutant(mutant):
+        return context_differences(names, mesh)
+
+
+@contextmanager
+def _mutant(name: str | None) -> Generator[None]:
+    """Apply a bug: the outputs of experts doubled, a dropped token, or the weights of another expert."""
+    apply = d9d_moe.fused_experts.apply_fused_experts
+
+    def wrong(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        match name:
+            case "doubled":
+                return 2 * apply(experts, rows, counts)
+            case "dropped token":
+                return apply(experts, rows, counts) * (torch.arange(len(rows)) > 0).unsqueeze(1)
+            case _:
+                return apply(experts, rows.flip(0), counts.flip(0)).flip(0)
+
+    with mock.patch.object(d9d_moe.fused_experts, "apply_fused_experts", apply if name is None else wrong):
+        yield
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "types", [TYPES[start : start + _CHUNK] for start in range(0, len(TYPES), _CHUNK)], ids=lambda types: types[0]
+)
+def test_experts_train_on_two_ranks_as_on_one(types: tuple[str, ...]) -> None:
+    found = _differences(types, {"data_parallel_shard": 2, "expert_parallel": 2})
+    failed = {name for name, line in found.items() if line.startswith("not run: ")}
+    errors = {f"experts:{name}": line for name, line in ERRORS.items() if name in types}
+    assert found.keys() - failed == errors.keys(), found
+    assert all(line in found[name] for name, line in errors.items()), found
+    print(f"experts: {len(types) - len(found)} equal, {len(errors)} errors, {len(failed)} not run; {found}")
+
+
+def test_a_sample_of_experts_trains_on_two_ranks_as_on_one() -> None:
+    assert _differences(_SAMPLE, {"data_parallel_shard": 2, "expert_parallel": 2}) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", _MESHES)
+def test_expert_parallelism_composes(mesh: str) -> None:
+    dropping = ("zaya",) if mesh != "tensor" else ()  # its router drops choices; it has no tensor-parallel plan
+    assert _differences((*_SAMPLE, "nemotron_h", "qwen2_moe", "deepseek_v3", *dropping), _MESHES[mesh]) == {}
+
+
+@pytest.mark.parametrize("bug", ["doubled", "dropped token", "another expert"])
+def test_a_mutant_is_found(bug: str) -> None:
+    found = _differences(_SAMPLE[:1], {"data_parallel_shard": 2, "expert_parallel": 2}, bug)
+    assert "bound" in found[f"experts:{_SAMPLE[0]}"]
+
+
+def _mixtral(**changes: Any) -> Any:
+    """Return a Mixtral model in float64 with equal values on all ranks."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    given = {"vocab_size": 16, "num_hidden_layers": 1, "num_local_experts": 4, **sizes, **changes}
+    config = MixtralConfig.from_dict(given)
+    torch.manual_seed(1)
+    config._experts_implementation = "eager"
+    return MixtralForCausalLM(config).double()
+
+
+class _Squares(Task):
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        return {"input_ids": batch["input_ids"]}
+
+    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Loss:
+        return Loss.sum(outputs.logits.square(), outputs.logits.numel())
+
+
+def _train(folder: str, mesh: dict[str, int], lora: bool, lr: float = 0.1) -> dict[str, Any]:
+    """Train for two steps; return the losses, gradients and built values, and the stored experts that were read."""
+    seen: dict[str, Any] = {"losses": [], "gradients": [], "read": set()}
+    read_into = RegionReader.read_into
+
+    def read(self: RegionReader, name: str, *args: Any) -> None:
+        seen["read"].add(name)
+        read_into(self, name, *args)
+
+    model: Any = hugging_face_model(Path(folder) / "model", experts_implementation="eager")
+    if lora:
+        model = AdaptedModel(model, AdapterConfig(rank=2))
+    config = {
+        "steps": 2,
+        "batch": {"global_size": 4},
+        "run": {"folder": Path(folder) / f"run{len(mesh)}"},
+        "mesh": mesh,
+    }
+    trainer = Trainer(
+        TrainerConfig.model_validate({**config, "trackers": (), "export": not lora}),
+        model=model,
+        data=[{"input_ids": torch.arange(5) + row} for row in range(8)],
+        task=_Squares(),
+        optimizer=lambda model: torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=lr),
+    )
+    trainer.events.on(ModelReady, lambda event: seen.update(built=full_parameters(event.model)))
+    trainer.events.on(GradientsReady, lambda event: seen["gradients"].append(full_gradients(event.model)))
+    trainer.events.on(StepDone, lambda event: seen["losses"].append(event.loss.item()))
+    with mock.patch.object(RegionReader, "read_into", read):
+        trainer.train()
+    return seen
+
+
+_TWO_RANKS = {"data_parallel_shard": 2, "expert_parallel": 2}
+
+
+def test_a_rank_reads_only_its_experts_and_the_export_equals_the_folder(tmp_path: Path) -> None:
+    _mixtral().save_pretrained(tmp_path / "model")
+    seen = run_ranks(_train, str(tmp_path), _TWO_RANKS, False, 0.0, world_size=2)
+    for rank, each in enumerate(seen):
+        experts = {int(name.split(".experts.")[1][0]) for name in each["read"] if ".experts." in name}
+        assert experts == {2 * rank, 2 * rank + 1}
+    got, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("run2/run/export", "model"))
+    assert_trees_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_folder_trains_with_sharded_experts_as_on_one_rank(tmp_path: Path, lora: bool) -> None:
+    _mixtral().save_pretrained(tmp_path / "model")
+    expected = _train(str(tmp_path), {}, lora)
+    for seen in run_ranks(_train, str(tmp_path), _TWO_RANKS, lora, world_size=2):
+        for key in ("built", "losses", "gradients"):
+            assert_trees_close(seen[key], expected[key], rtol=1e-6)  # the router computes in float32
+
+
+def _router_losses(mesh: dict[str, int]) -> dict[str, Tensor]:
+    """Return the gradients of the mean loss of two halves of a batch; a loss has the router losses of its half."""
+    halves = (torch.arange(24).view(4, 6) % 16).chunk(2)
+    with MeshConfig(**mesh).build() as ctx:
+        model = _mixtral(output_router_logits=True, router_aux_loss_coef=0.5)
+        hugging_face_model(model.config, type(model)).parallelize(model, ctx)
+        sync = GradientSync(model)
+        for half in halves if not mesh else [halves[ctx.rank]]:
+            (model(input_ids=half, labels=half).loss / 2).backward()
+        sync.finish()
+        return full_gradients(model)
+
+
+def test_router_losses_are_those_of_each_rank() -> None:
+    expected = _router_losses({})
+    assert expected["model.layers.0.mlp.gate.weight"].any()
+    for found in run_ranks(_router_losses, _TWO_RANKS, world_size=2):
+        assert_trees_close(found, expected, rtol=1e-6)  # the router computes in float32
+
+
+def _error(mesh: dict[str, int], num_experts: int) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with MeshConfig(**mesh).build() as ctx, torch.device("meta"):
+        if num_experts:
+            model: Any = _mixtral(num_local_experts=num_experts)
+        else:
+            model = LlamaForCausalLM(LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+        with pytest.raises(UserError) as caught:
+            hugging_face_model(model.config, type(model)).parallelize(model, ctx)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "message"),
+    [
+        (0, "mesh.expert_parallel = 2, but LlamaForCausalLM has no experts; expected fused experts with the decorator"),
+        (3, "mesh.expert_parallel = 2 does not divide the 3 experts of model.layers.0.mlp.experts. Use a degree"),
+    ],
+)
+def test_experts_that_cannot_be_sharded_are_an_error(num_experts: int, message: str) -> None:
+    for error in run_ranks(_error, _TWO_RANKS, num_experts, world_size=2):
+        assert error.startswith(message)
