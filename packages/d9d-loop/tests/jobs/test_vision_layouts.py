@@ -9,6 +9,7 @@ import pytest
 import torch
 from vision_cases import CHATS, EAGER, FAMILIES, plain_training, save_chats, save_model, vision_config, wide_norms
 
+from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.jobs.text_tasks import NextToken
@@ -17,6 +18,7 @@ from d9d_metrics import read_metrics
 
 MESHES: dict[str, dict[str, int]] = {
     "one": {},
+    "stages": {},
     "replicas": {"data_parallel_replicate": 2},
     "fsdp": {"data_parallel_shard": 2},
     "tensor": {"tensor_parallel": 2},
@@ -38,18 +40,21 @@ def _plain(released: dict[str, Any], family: str) -> tuple[list[float], dict[str
     return released["plain"][family]
 
 
-def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> None:
+def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], num_stages: int = 1) -> None:
     transformers: Any = import_module("transformers")
 
     options: dict[str, Any] = {"dtype": torch.float64}
     options |= EAGER if "moe" in model.name else {}
-    config = vision_config(model, file, runs, mesh=mesh)
+    stages = {"schedule": {"kind": "interleaved_1f1b", "stages_per_rank": num_stages}}
+    config = vision_config(model, file, runs, mesh=mesh, **({"pipeline": stages} if num_stages > 1 else {}))
     built = hugging_face_model(model, transformers.AutoModelForImageTextToText, **options)
     with wide_norms():
         Trainer(config, model=built, data=image_chats(config, print), task=NextToken(counts_skipped=True)).train()
 
 
-@pytest.mark.sample("one-qwen2_5_vl", "one-gemma3", "one-idefics3", "one-llava_onevision", "fsdp-qwen2_5_vl")
+@pytest.mark.sample(
+    "one-qwen2_5_vl", "one-gemma3", "one-idefics3", "one-llava_onevision", "fsdp-qwen2_5_vl", "stages-gemma3"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_parameters_equal_those_of_a_plain_loop(
@@ -64,7 +69,7 @@ def test_losses_and_parameters_equal_those_of_a_plain_loop(
         size *= degree
     arguments = (released["root"] / family, released["file"], tmp_path, degrees)
     if size == 1:
-        _train(*arguments)
+        _train(*arguments, num_stages=2 if mesh == "stages" else 1)
     else:
         run_ranks(_train, *arguments, world_size=size)
     found = [each["loss"] for each in read_metrics(tmp_path / "vision" / "metrics.jsonl") if "loss" in each]
@@ -75,6 +80,15 @@ def test_losses_and_parameters_equal_those_of_a_plain_loop(
     bounds: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}
     for name, expected in parameters.items():
         torch.testing.assert_close(trained[name], expected, **bounds, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_features_of_images_that_enter_blocks_of_a_later_stage_are_an_error() -> None:
+    _, model = FAMILIES["qwen3_vl"]()
+    config = model.config
+    config.vision_config.deepstack_visual_indexes = [0, 1]
+    built = hugging_face_model(config, type(model))
+    with pytest.raises(UserError, match=r"layers\.1: features of images are added behind the first 2 blocks"):
+        built.build(StageInfo(0, 2))
 
 
 def test_images_in_another_order_would_be_found(

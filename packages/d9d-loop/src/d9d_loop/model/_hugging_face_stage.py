@@ -34,8 +34,10 @@ def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo) -> None:
     blocks: Any = model.get_submodule(trace.blocks)
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
     kept = {parameter for index in flow.own for parameter in blocks[index].parameters()}
+    tower = _tower(model, trace, names)
     for parameter, name in names.items():
-        uses = trace.uses.get(name, set() if parameter in in_blocks else {trace.num_blocks})
+        unused = {0} if name in tower else {trace.num_blocks}
+        uses = trace.uses.get(name, set() if parameter in in_blocks else unused)
         if any(map(flow.is_real, uses)):
             kept.add(parameter)
     _remove_layers(model, flow, kept)
@@ -51,6 +53,13 @@ def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo) -> None:
     _keep_buffers_once(model, trace, stage)
     without_cache(model.config)
     model.forward = _StageForward(model, flow)
+
+
+def _tower(model: Any, trace: BlockTrace, names: Mapping[nn.Parameter, str]) -> set[str]:
+    """Return the parameters that compute features of images: those of the base model that a text does not use."""
+    if not hasattr(model.base_model, "get_image_features"):
+        return set()
+    return {names[each] for each in model.base_model.parameters() if names[each] not in trace.uses}
 
 
 def _remove_layers(model: Any, flow: "_Flow", kept: set[nn.Parameter]) -> None:
@@ -243,6 +252,7 @@ class _StageForward:
 
     def __init__(self, model: Any, flow: _Flow) -> None:
         self._forward, self._flow, self._name = model.forward, flow, model.main_input_name
+        self._has_tower = hasattr(model.base_model, "get_image_features")
 
     def __call__(self, *first: Any, **shared: Any) -> Any:
         flow = self._flow
@@ -257,6 +267,13 @@ class _StageForward:
                 "expected no outputs of each block. Remove it from the task's inputs, or set mesh.pipeline_parallel "
                 "to 1."
             )
+        if shared.get("pixel_values") is not None and not self._has_tower:
+            raise UserError(
+                "got pixel_values for a model that does not say which of its modules compute features of images, with "
+                "a method get_image_features; expected texts only. Set mesh.pipeline_parallel to 1."
+            )
+        if not flow.stage.is_first:  # the first stage sends hidden states that have the features of the images
+            shared = {key: None if key.startswith("pixel_values") else value for key, value in shared.items()}
         flow.start(first)
         try:
             outputs = self._forward(*(first if flow.stage.is_first else ()), **shared)
