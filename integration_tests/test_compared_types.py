@@ -11,6 +11,10 @@ def test_no_type_differs() -> None:
     }
 
 
+def test_most_types_are_equal_in_pipelines() -> None:
+    assert list(read()["pipelines"].values()).count("equal") >= 150
+
+
 def test_the_page_has_the_table_of_the_record() -> None:
     assert page_table() == table(read())
 

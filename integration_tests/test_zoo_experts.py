@@ -3,6 +3,7 @@
 `--all` compares losses and each gradient of all causal types with experts that run on a small configuration.
 """
 
+import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from zoo_jobs import context_differences
 
@@ -20,8 +22,10 @@ import d9d_moe.fused_experts
 from d9d_dist import GradientSync, MeshConfig, UserError
 from d9d_dist.testing import assert_trees_close, full_gradients, full_parameters, run_ranks
 from d9d_loop import GradientsReady, Loss, ModelReady, StepDone, Task, Trainer, TrainerConfig, hugging_face_model
+from d9d_loop.jobs import TextJobConfig, text_trainer
 from d9d_loop.jobs.adapted_model import AdaptedModel
 from d9d_loop.jobs.job_config import AdapterConfig
+from d9d_metrics import read_metrics
 from d9d_state.region_reader import RegionReader
 
 _SAMPLE = ("gpt_oss",)
@@ -204,6 +208,37 @@ def test_a_folder_trains_with_sharded_experts_as_on_one_rank(tmp_path: Path, lor
     for seen in run_ranks(_train, str(tmp_path), _TWO_RANKS, lora, world_size=2):
         for key in ("built", "losses", "gradients"):
             assert_trees_close(seen[key], expected[key], rtol=1e-6)  # the router computes in float32
+
+
+def _pretrain(folder: str, name: str, mesh: dict[str, int]) -> list[Any]:
+    config = {
+        "job": "pretrain",
+        "steps": 2,
+        "model": {"folder": f"{folder}/model"},
+        "dataset": {"files": [f"{folder}/texts.jsonl"], "length": 8},
+        "batch": {"global_size": 4},
+        "run": {"folder": folder, "name": name},
+        "logging": {"every": 1},
+        "mesh": mesh,
+    }
+    text_trainer(TextJobConfig.model_validate(config)).train()
+    steps = read_metrics(Path(folder) / name / "metrics.jsonl")
+    return [value for each in steps if "grad_norm" in each for value in (each["loss"], each["grad_norm"])]
+
+
+@pytest.mark.slow
+def test_a_job_on_text_shards_the_experts_of_its_folder(tmp_path: Path) -> None:
+    letters = {each: n for n, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    _mixtral(vocab_size=256, eos_token_id=1).save_pretrained(tmp_path / "model")
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    texts = [json.dumps({"text": f"text {n} of some letters"}) for n in range(8)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    expected = _pretrain(str(tmp_path), "one", {})
+    found, _ = run_ranks(_pretrain, str(tmp_path), "two", _TWO_RANKS, world_size=2)
+    assert len(expected) == 4
+    assert found == pytest.approx(expected, rel=1e-6)  # the router computes in float32
 
 
 def _router_losses(mesh: dict[str, int]) -> dict[str, Tensor]:

@@ -311,7 +311,6 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
             {"prompts": ["a"], "job": "classify"},
             r"prompts are set, but job = classify; expected sft, vision, dpo or pretrain",
         ),
-        ({"mesh": {"expert_parallel": 2}}, r"expert_parallel = 2 needs .* dataset.packing = true"),
         (
             {"mesh": {"context_parallel_replicate": 2}, "job": "reward"},
             r"context_parallel_replicate = 2 is set, but job = reward; expected 1, or sft, dpo or pretrain. Remove it",

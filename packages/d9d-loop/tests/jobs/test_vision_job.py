@@ -277,10 +277,9 @@ def test_a_bad_sample_is_named(sample: dict[str, Any], message: str, model: Path
     ("changes", "message"),
     [
         (
-            {"mesh": {"pipeline_parallel": 2}},
-            "mesh.pipeline_parallel = 2, but job = vision .*tensor_parallel; expected 1",
+            {"mesh": {"context_parallel_shard": 2}},
+            "mesh.context_parallel_shard = 2 is set, but job = vision; expected 1",
         ),
-        ({"mesh": {"context_parallel_shard": 2}}, "mesh.context_parallel_shard = 2"),
         ({"mesh": {"expert_parallel": 2}}, "mesh.expert_parallel = 2"),
         ({"dataset": {"files": ["x"], "text_pairs": "joined"}}, "text_pairs = joined, but job = vision; expected chat"),
         ({"job": "sft", "dataset": {"files": ["x"], "broken_images": "drop"}}, "broken_images is set, but job = sft"),

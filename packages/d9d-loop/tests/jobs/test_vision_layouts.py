@@ -23,6 +23,9 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp": {"data_parallel_shard": 2},
     "tensor": {"tensor_parallel": 2},
     "hsdp": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "pipeline x fsdp": {"pipeline_parallel": 2, "data_parallel_shard": 2},
+    "pipeline x tensor": {"pipeline_parallel": 2, "tensor_parallel": 2},
     "fsdp x tensor": {"data_parallel_shard": 2, "tensor_parallel": 2},
 }
 

@@ -38,6 +38,7 @@ from d9d_metrics import read_metrics
 MESHES: dict[str, dict[str, int]] = {
     "one": {},
     "replicas": {"data_parallel_replicate": 2},
+    "pipeline": {"pipeline_parallel": 2},
     "fsdp x tensor": {"data_parallel_shard": 2, "tensor_parallel": 2},
 }
 LENGTHS = {"gemma3": 110}

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "replicas": {"data_parallel_replicate": 2},
     "fsdp": {"data_parallel_shard": 2},
     "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
 }
 
 

@@ -238,15 +238,15 @@ class TextJobConfig(JobFileConfig):
     def _has_what_packing_needs(self) -> Self:
         if self.dataset.packing and self.job not in PACKED_JOBS:
             raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")
-        if not self.has_own_model:
-            axes: tuple[str, ...] = ("expert_parallel",)
-            why = f"needs d9d's own model of the family, as {_or(OWN_JOBS)} use with dataset.packing = true. Set it,"
-            if self.job not in OWN_JOBS:
-                axes += ("context_parallel_shard", "context_parallel_replicate")
-                why = f"is set, but job = {self.job}; expected 1, or {_or(OWN_JOBS)}. Remove it,"
+        if self.job not in OWN_JOBS:
+            axes = ("expert_parallel", "context_parallel_shard", "context_parallel_replicate")
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
-                raise ValueError(f"{split[0]} {why} or shard with mesh.data_parallel_shard")
+                raise ValueError(
+                    f"{split[0]} is set, but job = {self.job}; expected 1, or {_or(OWN_JOBS)}. Remove it, or shard "
+                    "with mesh.data_parallel_shard"
+                )
+        if not self.has_own_model:
             return self
         model = self.model
         unused = [] if model.dtype is None else ["model.dtype"]
@@ -273,12 +273,6 @@ class TextJobConfig(JobFileConfig):
             raise ValueError(
                 f"dataset.text_pairs = {self.dataset.text_pairs}, but job = vision; expected chat. Remove it"
             )
-        for axis in ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate", "expert_parallel"):
-            if (degree := getattr(self.mesh, axis)) != 1:
-                raise ValueError(
-                    f"mesh.{axis} = {degree}, but job = vision splits a model with images only over "
-                    "mesh.data_parallel_replicate, data_parallel_shard and tensor_parallel; expected 1. Use these"
-                )
         return self
 
     @model_validator(mode="after")

@@ -24,9 +24,7 @@ from d9d_loop.jobs.text_model import auto_class
 from d9d_loop.jobs.text_tasks import PER_TOKEN
 from d9d_loop.model.hugging_face_model import read_config
 
-PACKED_MODELS = frozenset(
-    ("gemma3", "idefics3", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
-)
+PACKED_MODELS = frozenset(("gemma3", "idefics3", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"))
 """Values of `model_type` of models that compute each sample of a row as if it was alone."""
 
 

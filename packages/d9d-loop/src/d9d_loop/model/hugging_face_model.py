@@ -147,7 +147,7 @@ class _HuggingFaceModel(ModelProvider):
         self.built_config = with_older_entries(json.loads(config.to_json_string(use_diff=True)))
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
-                module.register_forward_hook(_forget_positions)
+                module.register_forward_hook(_forget_positions, always_call=True)
         mask_packed_rows(model)
         return model.train()
 
