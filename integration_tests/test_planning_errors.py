@@ -8,7 +8,7 @@ import pytest
 from d9d_loop.planning import Hardware
 
 ROOT = Path(__file__).parents[1]
-RECORD = json.loads((ROOT / "packages/d9d-loop/benchmarks/records/planning_error.json").read_text())
+RECORD = json.loads((ROOT / "packages/d9d-loop/benchmarks/planning_error.json").read_text())
 PAGE = (ROOT / "docs/choosing_a_layout.md").read_text()
 SOURCES = {
     "vTrain, one node of A100": "vTrain single-node",

@@ -2,7 +2,7 @@
 
     python planning_error.py measured_steps.csv [--only CLUSTER] [--shared] [--folds 5 --seed 20261123 | --models]
     python planning_error.py measured_steps.csv --shipped | --fit [--only CLUSTER]
-    ... --record records/planning_error.json
+    ... --record planning_error.json
 
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of its group, or with --shared of
 each group on the same hardware. Groups on DGX H100 and on Blackwell, which have few rows, are first fitted together,
