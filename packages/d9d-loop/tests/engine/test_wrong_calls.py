@@ -256,6 +256,15 @@ def test_a_parameter_that_is_unfrozen_after_the_start_is_an_error(tmp_path: Path
         take_step(engine)
 
 
+def test_a_module_that_is_replaced_after_the_start_is_an_error(tmp_path: Path) -> None:
+    with Engine.open(config_of(tmp_path), model=lambda stage: nn.Sequential(nn.Linear(3, 2)), task=TASK) as engine:
+        take_step(engine)
+        take_step(engine)
+        setattr(engine.model, "0", nn.Linear(3, 2))
+        with pytest.raises(UserError, match=r"^0\.weight, 0\.bias require gradients, but did not at the start"):
+            engine.forward_backward(BATCHES, TASK.loss)
+
+
 class _Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
 """Data, errors, parts and exports of the job `vision`, compared with processors and collators of other libraries."""
 
 import base64
+import json
 import pickle
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from vision_cases import (
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.cli_main import cli_main
+from d9d_loop.data.contents import identity_of
 from d9d_loop.data.image_chat import read_image_chat
 from d9d_loop.data_error import DataError
 from d9d_loop.jobs import TextJobConfig, text_trainer, write_starter
@@ -271,6 +274,18 @@ def test_a_bad_sample_is_named(sample: dict[str, Any], message: str, model: Path
     file = write_lines(tmp_path / "chats.jsonl", [chat("a", "b"), sample])
     with pytest.raises(UserError, match=rf"chats\.jsonl, line 2: .*{message}"):
         _batch(vision_config(model, file, tmp_path), [0, 1])
+
+
+def test_another_processor_is_other_data(model: Path, file: Path, tmp_path: Path) -> None:
+    copied = copytree(model, tmp_path / "copied")
+    before = identity_of(image_chats(vision_config(copied, file, tmp_path)).samples)
+    assert before == identity_of(image_chats(vision_config(model, file, tmp_path)).samples)
+    name = next(name for name in ("processor_config.json", "preprocessor_config.json") if (copied / name).is_file())
+    settings = json.loads((copied / name).read_text())
+    images = settings.get("image_processor", settings)
+    images["rescale_factor"] = images["rescale_factor"] / 2
+    (copied / name).write_text(json.dumps(settings))
+    assert identity_of(image_chats(vision_config(copied, file, tmp_path)).samples) != before
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.data.image_chat import decode_image, image_size
-from d9d_loop.jobs import image_chats, text_trainer, vision_packing
+from d9d_loop.jobs import TextJobConfig, image_chats, text_trainer, vision_packing
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_loop.jobs.vision_data import packed_image_chats
 from d9d_loop.jobs.vision_packing import RowPacker
@@ -237,6 +237,26 @@ def test_lengths_are_measured_again_if_an_image_changes(released: dict[str, Any]
     os.utime(paths[0], ns=(1, 1))
     (after,) = packed_image_chats(config).lengths[0]
     assert after > before
+
+
+def test_other_lengths_are_other_data(released: dict[str, Any], tmp_path: Path) -> None:
+    """A resume would read other rows, for example after a change of the processor's files."""
+    _plain(released, "gemma3")
+    config = _config(released["root"] / "gemma3", released["file"], tmp_path)
+    data = packed_image_chats(config)
+    identity = data.training(seed=0).identity()
+    assert packed_image_chats(config).training(seed=0).identity() == identity
+    data.lengths[0][2] -= 1
+    assert data.training(seed=0).identity() != identity
+
+
+def test_an_attention_that_does_not_separate_samples_is_an_error(released: dict[str, Any], tmp_path: Path) -> None:
+    _plain(released, "gemma3")
+    folder = released["root"] / "gemma3"
+    values = _config(folder, released["file"], tmp_path).model_dump(exclude_unset=True)
+    values["model"]["attn_implementation"] = "flash_attention_2"
+    with pytest.raises(UserError, match=r"has the attention flash_attention_2, .*; expected sdpa or eager"):
+        packed_image_chats(TextJobConfig.model_validate(values))
 
 
 def test_a_row_without_images_gets_a_small_one_at_its_end(released: dict[str, Any], tmp_path: Path) -> None:

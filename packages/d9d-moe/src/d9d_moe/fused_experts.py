@@ -25,7 +25,9 @@ def find_fused_experts(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "is_transposed", None), bool) and _has_expert_dim(module)
+        if isinstance(getattr(module, "is_transposed", None), bool)
+        and _has_expert_dim(module)
+        and not getattr(module, "has_post_expert_norm", False)
     }
 
 

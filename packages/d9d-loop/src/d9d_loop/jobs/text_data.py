@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from pydantic import JsonValue
@@ -46,6 +46,8 @@ from d9d_loop.jobs.classes import Classes
 from d9d_loop.jobs.job_config import TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_files import open_checked, split_samples
 from d9d_loop.jobs.text_model import padding_id
+
+_T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
 
@@ -136,7 +138,7 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     def tokenized(samples: Samples) -> TokenDocuments:
         digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
         for index in range(len(samples)):
-            chat = read_conversation(samples[index])
+            chat = without_images(config, read_conversation, samples[index])
             digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
         folder = config.run.folder / "tokens" / f"chats-{digest.hexdigest()[:16]}"
         chats = (samples[index] for index in range(len(samples)))
@@ -156,14 +158,15 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     return dataset_of(_ChatRows(training), held_out, config, collate=partial(pad_rows, padding=pad))
 
 
-def without_images(config: TextJobConfig, read: Callable[[Any], object], sample: Any) -> None:
+def without_images(config: TextJobConfig, read: Callable[[Any], _T], sample: Any) -> _T:
     """Read a sample; raise `UserError` if it is invalid, or has images, which a model of texts would not see."""
-    read(sample)
+    found = read(sample)
     if has_images(sample):
         raise UserError(
             f"a sample has images, but job = {config.job} here trains on texts; expected job = vision, or job = dpo "
             "without packing, with a model that AutoModelForImageTextToText loads. Choose these, or remove the images."
         )
+    return found
 
 
 def note_template(config: TextJobConfig, tokenizer: ChatTokenizer, note: Note) -> None:

@@ -69,7 +69,7 @@ def _tokenized(samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer
     options: dict[str, Any] = {"max_length": data.length - 1, "too_long": data.too_long}
     digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
     for index in range(len(samples)):
-        for chat in read_pair(samples[index]):
+        for chat in without_images(config, read_pair, samples[index]):
             digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
     folder = config.run.folder / "tokens" / f"pairs-{digest.hexdigest()[:16]}"
     pairs = (samples[index] for index in range(len(samples)))

@@ -104,7 +104,7 @@ def packed_image_chats(config: TextJobConfig, note: Note = _logger.info) -> Pack
     packer = RowPacker.of(config)
     training, evaluation, collate = _chats(config, note, packer=packer)
     lengths = []
-    for samples in filter(None, (training, evaluation)):
+    for samples in (each for each in (training, evaluation) if each is not None):
         lengths.append(image_lengths(samples, collate, config))
         if not any(lengths[-1]):
             raise _skipped(len(samples), config.dataset)
@@ -126,7 +126,7 @@ def _chats(
         config.dataset,
     )
     read: Read = _read_one if num_each == 1 else read_image_pair
-    wrap = partial(ImageChats, read=read, tokenizer=tokenizer, mark=processor.image_token, broken=data.broken_images)
+    wrap = partial(ImageChats, read=read, tokenizer=tokenizer, processor=processor, broken=data.broken_images)
     training, evaluation = samples_of(config, wrap=wrap)
     note_template(config, tokenizer, note)
     return training, evaluation, ImageCollator(processor, tokenizer, data, num_each=num_each, packer=packer)
@@ -173,10 +173,12 @@ class ImageChats:
     """
 
     def __init__(
-        self, samples: DataFiles, *, read: Read, tokenizer: ChatTokenizer, mark: str, broken: OnBroken
+        self, samples: DataFiles, *, read: Read, tokenizer: ChatTokenizer, processor: Any, broken: OnBroken
     ) -> None:
         self._samples, self._read, self._tokenizer = samples, read, tokenizer
-        self._mark, self._broken = mark, broken
+        self._mark: str = processor.image_token
+        self._settings: str = processor.to_json_string()
+        self._broken = broken
         num_bytes = 0
         for index in range(min(len(samples), _NUM_CHECKED)):
             num_bytes += sum(
@@ -231,8 +233,8 @@ class ImageChats:
         return ImageRow(found.text, found.spans, images, partial(self._samples.place, index))
 
     def contents_digest(self) -> JsonValue:
-        """Return the tokenizer and the contents of the files, and the digest of some samples with their images."""
-        return [self._tokenizer.identity(), contents_of(self._samples), sampled_digest(self)]
+        """Return tokenizer, processor, the contents of the files, and the digest of some samples with their images."""
+        return [self._tokenizer.identity(), self._settings, contents_of(self._samples), sampled_digest(self)]
 
     def _chats(self, index: int) -> Sequence[ImageChat]:
         """Return the conversations of a sample; images that are files exist, unless broken ones are dropped."""

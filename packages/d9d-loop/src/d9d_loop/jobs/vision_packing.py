@@ -11,13 +11,15 @@ from functools import cache
 from typing import Any, final
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from d9d_dist import UserError
 from d9d_loop.data import DataProvider, IndexedStream, PackedStream, SampleStream, pad_sequences
+from d9d_loop.data.contents import contents_of, digest_of
 from d9d_loop.data.packed_stream import IGNORED_LABEL
-from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.data.samples import Samples
 from d9d_loop.data.token_file_writer import PartialFolder, write_once
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_model import auto_class
@@ -50,6 +52,12 @@ class RowPacker:
             raise UserError(
                 f"dataset.packing = true, but {folder} is a {found.model_type}, whose samples of a row may change each "
                 f"other; expected {', '.join(sorted(PACKED_MODELS))}. Set dataset.packing = false."
+            )
+        used = {found._attn_implementation, found.get_text_config()._attn_implementation} - {None, "sdpa", "eager"}
+        if used:
+            raise UserError(
+                f"dataset.packing = true, but {folder} has the attention {', '.join(sorted(used))}, which would not "
+                "separate the samples of a row; expected sdpa or eager. Remove model.attn_implementation."
             )
         with torch.device("meta"):
             whole = auto.from_config(found)
@@ -104,9 +112,10 @@ class PackedImages(DataProvider):
         evaluation: Samples | None,
         lengths: Sequence[list[int]],
         *,
-        collate: Collate,
+        collate: Any,
     ) -> None:
         self._training, self._evaluation, self.lengths, self._collate = training, evaluation, lengths, collate
+        self._settings: str = collate.identity()
         self._row_length, self._shuffle, self.epochs = config.dataset.length, config.data.shuffle, config.epochs
 
     def training(self, *, seed: int) -> SampleStream:
@@ -124,9 +133,22 @@ class PackedImages(DataProvider):
         return self._collate(samples)
 
     def _rows(self, samples: Samples, lengths: list[int], *, seed: int, **options: Any) -> SampleStream:
-        kept: Any = Subset(samples, [index for index, length in enumerate(lengths) if length])  # ty: ignore[invalid-argument-type]
+        kept: Any = _Kept(samples, lengths, self._settings)
         chats = IndexedStream(kept, seed=seed, length=list(filter(None, lengths)).__getitem__, **options)
         return PackedStream(chats, row_length=self._row_length, seed=seed, pack=list)
+
+
+@final
+class _Kept(Subset[Any]):
+    """Samples of a length above 0. The contents include the lengths, which determine the rows, and the processor."""
+
+    def __init__(self, samples: Any, lengths: list[int], settings: str) -> None:
+        super().__init__(samples, [index for index, length in enumerate(lengths) if length])
+        self._identity: list[JsonValue] = [digest_of(torch.tensor(lengths)), settings]
+
+    def contents_digest(self) -> JsonValue:
+        """Return the contents of all samples, their lengths, and what determined them."""
+        return [contents_of(self.dataset), *self._identity]
 
 
 def image_lengths(samples: Samples, collate: Any, config: TextJobConfig) -> list[int]:

@@ -18,8 +18,13 @@ class _OnLocalShards(torch.optim.Adam):
     def _init_group(  # ty: ignore[incompatible-method-override]  (accepts the parent's arguments)
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
-        """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
+        """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards.
+
+        On CPUs, torch's fused kernels ignore the strides of gradients, so they get contiguous ones.
+        """
         has_complex = super()._init_group(group, *lists)
+        if group["fused"]:
+            lists[1][:] = [gradient.contiguous() for gradient in lists[1]]
         if any(isinstance(parameter, DTensor) for parameter in group["params"]):
             for tensors in lists:
                 tensors[:] = map(local_tensor, tensors)
