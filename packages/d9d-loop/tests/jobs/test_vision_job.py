@@ -298,6 +298,10 @@ def test_another_processor_is_other_data(model: Path, file: Path, tmp_path: Path
         ({"mesh": {"expert_parallel": 2}}, "mesh.expert_parallel = 2"),
         ({"dataset": {"files": ["x"], "text_pairs": "joined"}}, "text_pairs = joined, but job = vision; expected chat"),
         ({"job": "sft", "dataset": {"files": ["x"], "broken_images": "drop"}}, "broken_images is set, but job = sft"),
+        (
+            {"job": "dpo", "dataset": {"files": ["x"], "broken_images": "drop", "packing": True}},
+            "broken_images is set, but job = dpo; expected vision, or dpo without packing",
+        ),
     ],
 )
 def test_a_setting_without_meaning_is_an_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

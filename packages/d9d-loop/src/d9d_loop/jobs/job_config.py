@@ -262,9 +262,10 @@ class TextJobConfig(JobFileConfig):
     @model_validator(mode="after")
     def _has_what_images_need(self) -> Self:
         if self.job != "vision":
-            if self.dataset.broken_images != "refuse" and self.job != "dpo":
+            if self.dataset.broken_images != "refuse" and (self.job != "dpo" or self.dataset.packing):
                 raise ValueError(
-                    f"dataset.broken_images is set, but job = {self.job}; expected vision or dpo. Remove it"
+                    f"dataset.broken_images is set, but job = {self.job}; expected vision, or dpo without packing. "
+                    "Remove it"
                 )
             return self
         if self.model.folder is None:
