@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from d9d_loop.jobs import TextJobConfig
+from d9d_metrics import read_metrics
 
 if any(find_spec(name) is None for name in ("numpy", "PIL", "torchvision", "transformers")):
     pytest.skip("images need numpy, pillow, torchvision and transformers", allow_module_level=True)
@@ -347,3 +348,21 @@ def plain_training(
                 each.grad = None
         losses.append(total)
     return losses, {name: each.detach() for name, each in found.state_dict().items()}
+
+
+def losses_of(run: Path) -> list[float]:
+    """Return the losses of a run."""
+    return [each["loss"] for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
+
+
+def assert_trained(run: Path, losses: list[float], parameters: dict[str, torch.Tensor]) -> None:
+    """Compare the losses of a run and the parameters of its export with those of `plain_training`."""
+    transformers: Any = import_module("transformers")
+
+    assert losses_of(run) == pytest.approx(losses, rel=1e-9)
+    export: Any = transformers.AutoModelForImageTextToText.from_pretrained(run / "export", dtype="auto")
+    trained = dict(export.state_dict())
+    assert trained.keys() == parameters.keys()
+    bounds: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}
+    for name, expected in parameters.items():
+        torch.testing.assert_close(trained[name], expected, **bounds, msg=lambda text, name=name: f"{name}: {text}")

@@ -7,14 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from vision_cases import CHATS, EAGER, FAMILIES, plain_training, save_chats, save_model, vision_config, wide_norms
+from vision_cases import (
+    CHATS,
+    EAGER,
+    FAMILIES,
+    assert_trained,
+    losses_of,
+    plain_training,
+    save_chats,
+    save_model,
+    vision_config,
+    wide_norms,
+)
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_loop.jobs.vision_data import ImageChats, image_chats
-from d9d_metrics import read_metrics
 
 MESHES: dict[str, dict[str, int]] = {
     "one": {},
@@ -63,8 +73,6 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], num_stages
 def test_losses_and_parameters_equal_those_of_a_plain_loop(
     mesh: str, family: str, released: dict[str, Any], tmp_path: Path
 ) -> None:
-    transformers: Any = import_module("transformers")
-
     losses, parameters = _plain(released, family)
     degrees = MESHES[mesh]
     size = 1
@@ -75,14 +83,7 @@ def test_losses_and_parameters_equal_those_of_a_plain_loop(
         _train(*arguments, num_stages=2 if mesh == "stages" else 1)
     else:
         run_ranks(_train, *arguments, world_size=size)
-    found = [each["loss"] for each in read_metrics(tmp_path / "vision" / "metrics.jsonl") if "loss" in each]
-    assert found == pytest.approx(losses, rel=1e-9)
-    export: Any = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "vision" / "export", dtype="auto")
-    trained = dict(export.state_dict())
-    assert trained.keys() == parameters.keys()
-    bounds: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}
-    for name, expected in parameters.items():
-        torch.testing.assert_close(trained[name], expected, **bounds, msg=lambda text, name=name: f"{name}: {text}")
+    assert_trained(tmp_path / "vision", losses, parameters)
 
 
 def test_features_of_images_that_enter_blocks_of_a_later_stage_are_an_error() -> None:
@@ -106,5 +107,4 @@ def test_images_in_another_order_would_be_found(
 
     monkeypatch.setattr(ImageChats, "__getitem__", reversed_images)
     _train(released["root"] / "gemma3", released["file"], tmp_path, {})
-    found = [each["loss"] for each in read_metrics(tmp_path / "vision" / "metrics.jsonl") if "loss" in each]
-    assert found != pytest.approx(losses, rel=1e-6)
+    assert losses_of(tmp_path / "vision") != pytest.approx(losses, rel=1e-6)

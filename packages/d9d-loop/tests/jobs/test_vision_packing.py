@@ -14,8 +14,10 @@ from vision_cases import (
     CHATS,
     EAGER,
     FAMILIES,
+    assert_trained,
     chat,
     image,
+    losses_of,
     plain_training,
     save_chats,
     save_images,
@@ -83,10 +85,6 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> None:
         Trainer(config, model=built, data=packed_image_chats(config), task=NextToken(counts_skipped=True)).train()
 
 
-def _losses(run: Path) -> list[float]:
-    return [each["loss"] for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
-
-
 @pytest.mark.sample("one-qwen2_5_vl", "replicas-gemma3")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
@@ -94,20 +92,13 @@ def test_losses_and_parameters_equal_those_of_one_sample_at_a_time(
     mesh: str, family: str, released: dict[str, Any], tmp_path: Path
 ) -> None:
     """One row has no image, and in the last step one of two ranks may have no row."""
-    transformers: Any = import_module("transformers")
-
     losses, parameters = _plain(released, family)
     arguments = (released["root"] / family, released["file"], tmp_path, MESHES[mesh])
     if mesh == "one":
         _train(*arguments)
     else:
         run_ranks(_train, *arguments, world_size=4 if "tensor" in mesh else 2)
-    assert _losses(tmp_path / "vision") == pytest.approx(losses, rel=1e-9)
-    export: Any = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "vision" / "export", dtype="auto")
-    trained = dict(export.state_dict())
-    bounds: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}
-    for name, expected in parameters.items():
-        torch.testing.assert_close(trained[name], expected, **bounds, msg=lambda text, name=name: f"{name}: {text}")
+    assert_trained(tmp_path / "vision", losses, parameters)
 
 
 def _of_another_sample(found: torch.Tensor) -> torch.Tensor:
@@ -139,7 +130,7 @@ def test_wrong_rows_would_be_found(
         pack: Callable[..., Any] = RowPacker.__call__
         monkeypatch.setattr(RowPacker, "__call__", lambda *args: change(pack(*args)))
     _train(released["root"] / "qwen2_5_vl", released["file"], tmp_path, {})
-    assert _losses(tmp_path / "vision") != pytest.approx(losses, rel=1e-6)
+    assert losses_of(tmp_path / "vision") != pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.sample("gemma3")
