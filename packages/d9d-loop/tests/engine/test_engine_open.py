@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from opened_engines import BATCHES, NAN, TASK, opened, take_step, values
+from opened_engines import BATCHES, NAN, TASK, config_of, opened, take_step, values
 from torch import nn
 
 from d9d_dist import UserError
@@ -40,6 +40,21 @@ def test_a_loaded_engine_continues_bitwise(tmp_path: Path) -> None:
         assert all(map(torch.equal, values(engine), expected))
         engine.load()
         assert engine.num_steps == 1
+
+
+def test_a_checkpoint_needs_the_same_reference(tmp_path: Path) -> None:
+    def engine(seed: int) -> Any:
+        config = config_of(tmp_path, seed=seed)
+        return Engine.open(config, model=lambda stage: nn.Linear(3, 2), task=TASK, reference="initial")
+
+    with engine(0) as first:
+        take_step(first)
+        first.save()
+    with engine(1) as other, pytest.raises(UserError, match="are the reference of this job, have changed since"):
+        other.load()
+    with engine(0) as again:
+        again.load()
+        assert again.num_steps == 1
 
 
 def test_an_engine_continues_from_a_local_tier_that_is_newer_than_its_checkpoints(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_a_checkpoint_contains_record_and_configuration_as_json(tmp_path: Path, 
         "code": None,
         "optimizer_class": "AdamW",
         "frozen_digest": None,
+        "reference_digest": None,
         "average": None,
         "parts": {},
     }

@@ -134,6 +134,60 @@ def test_results_of_another_job_are_refused(tmp_path: Path) -> None:
             _inference(tmp_path, **values).run()
 
 
+class _Scaled(_Sums):
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+
+def _start(folder: Path, *, seed: int = 0, weights: int = 0, task: InferenceTask | None = None, size: int = 6) -> None:
+    """Start a job whose data and weights have equal names and sizes for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    data = [{**each, "x": torch.randn(3, generator=generator, dtype=torch.float64)} for each in _data(size)]
+    torch.manual_seed(weights)
+    _weights(folder / "weights")
+    config = _config(folder, weights=str(folder / "weights"))
+    Inference(config, model=_Net, data=data, task=task or _Scaled()).run()
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"seed": 1}, "the data.contents was .*"),
+        ({"weights": 1}, "the values of the model was .*"),
+        ({"task": _Scaled(2.0)}, "the task's factor was 1.0, and now is 2.0"),
+    ],
+)
+def test_other_contents_of_equal_names_and_sizes_are_an_error(
+    tmp_path: Path, other: dict[str, Any], difference: str
+) -> None:
+    _start(tmp_path)
+    before = _lines(tmp_path)
+    with pytest.raises(UserError, match=rf"holds results of another job.*\n  {difference}\n"):
+        _start(tmp_path, **other)
+    _start(tmp_path)
+    assert _lines(tmp_path) == before
+
+
+def test_the_contents_are_equal_in_every_layout(tmp_path: Path) -> None:
+    model, weights = _weights(tmp_path / "weights"), str(tmp_path / "weights")
+    first = _inference(tmp_path, weights=weights)
+    first.events.on(PartWritten, partial(_stop_at_two, stops=True))
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    mesh = {"pipeline_parallel": 2, "data_parallel_shard": 2}
+    assert run_ranks(_run, str(tmp_path), weights, mesh, world_size=4) == [23] * 4
+    torch.testing.assert_close([line["sum"] for line in _lines(tmp_path)], _expected(model), rtol=1e-12, atol=1e-12)
+
+
+def test_changed_code_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for digest in "aab":
+        with mock.patch.object(inference_module, "source_digests", lambda _weights, digest=digest: {"my.py": digest}):
+            job = _inference(tmp_path, size=6)
+        job.run()
+        is_changed = "which other code has computed:\n  my.py has changed" in capsys.readouterr().out
+        assert is_changed == (digest == "b")
+
+
 class _Doubles(_Sums):
     def results(self, outputs: torch.Tensor, batch: Batch) -> Sequence[JsonValue]:
         return [*super().results(outputs, batch)] * 2

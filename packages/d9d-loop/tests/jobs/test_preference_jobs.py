@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,19 @@ def test_a_setting_that_the_job_does_not_use_is_an_error(changes: dict[str, Any]
     }
     with pytest.raises(ValueError, match=message):
         TextJobConfig.model_validate({**values, **changes})
+
+
+def test_a_resume_needs_the_reference_of_the_start(folder: Path, tmp_path: Path) -> None:
+    """The weights of a folder are replaced by others of the same name, shapes and sizes."""
+    import transformers
+
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    _train(_config(copied, tmp_path, "dpo", steps=1))
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.from_pretrained(copied / "model")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(copied / "model")
+    with pytest.raises(UserError, match="are the reference of this job, have changed since"):
+        _train(_config(copied, tmp_path, "dpo", steps=2))
 
 
 def test_tokens_are_an_error(folder: Path, tmp_path: Path) -> None:

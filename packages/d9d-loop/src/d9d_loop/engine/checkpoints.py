@@ -47,6 +47,10 @@ class EngineCheckpoints:
             rank_state=lambda: {"caller": self._caller_state},
         )
 
+    def keep_reference(self) -> None:
+        """See `JobState.keep_reference`. Collective."""
+        self._state.keep_reference()
+
     def save(self, step: int, state: Any, *, background: bool) -> None:
         """Save a checkpoint of a step. Collective."""
         self._take(state)

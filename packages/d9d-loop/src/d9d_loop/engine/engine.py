@@ -125,6 +125,8 @@ class Engine:
         self._whole = nn.ModuleList(self.pipeline.stages.values())  # with the copies of shared parameters
         offloader = ModuleOffloader(self._whole, optimizer, others=self._copies)
         self._offloader, self._is_offloaded = offloader, False
+        if reference == "initial" and checkpoints is not None:
+            checkpoints.keep_reference()
         if not isinstance(reference, FrozenReference | None):
             reference = FrozenReference(reference, self.model, whole=self._whole)
         self._reference, self._inside = reference, ""

@@ -18,7 +18,7 @@ from d9d_loop.engine.optimizer_fit import check_state_fits
 from d9d_loop.engine.subscriber_states import load_subscribers, subscriber_states
 from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
-from d9d_loop.model.frozen_digest import frozen_digest
+from d9d_loop.model.model_digest import model_digest
 from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_metrics import Metric
 from d9d_state import (
@@ -148,6 +148,7 @@ class JobState:
         self._ctx, self._events = ctx, events
         self._trainable_only, self._is_digest_checked = trainable_only, False
         self._frozen_digest: str | None = None
+        self._reference_digest: str | None = None
         self._rank_state, self._average = rank_state, average
         self.restored: CheckpointInfo | None = None
         self._built_groups = group_values(optimizer)
@@ -165,15 +166,15 @@ class JobState:
 
         Raises:
             UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
-                have changed since the save. If a subscriber's state cannot be saved, or differed between the ranks of
-                another mesh.
+                have changed since the save; or the values of `keep_reference`. If a subscriber's state cannot be saved,
+                or differed between the ranks of another mesh.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         subscriber_states(self._events)  # a state that cannot be saved is an error before the first step
         self.restored = info = self._find(is_rollback=is_rollback)
         expected = None if info is None else frozen_digest_of(info)
         if self._trainable_only or expected is not None:
-            self._frozen_digest = frozen_digest(self._model, self._ctx)
+            self._frozen_digest = model_digest(self._model, self._ctx, frozen_only=True)
         if info is None:
             return Record()
         if expected is not None and self._frozen_digest != expected:
@@ -182,12 +183,18 @@ class JobState:
                 "save. Use the run's original initial_weights (or its original seed if it had none), or start a new "
                 "run with --run.name."
             )
+        state: Any = info.state
+        if len({state.get("reference_digest"), self._reference_digest} - {None}) > 1:
+            raise UserError(
+                f"the initial weights, which are the reference of this job, have changed since {info.root} was saved. "
+                "Use the run's original initial_weights (or its original seed if it had none), or start a new run with "
+                "--run.name."
+            )
         self._load(info)
         if expected is None:  # the checkpoint may have replaced the frozen parameters
             self._check_frozen()
             self._is_digest_checked = False
         self.restored_from = str(info.root)
-        state: Any = info.state
         self.optimizer_before = state.get("optimizer_class")
         # A rank may not see yet that another host amended the state.
         record = _RECORD.validate_python(gather_json(state["record"], alone=self._ctx.world_size == 1)[0])
@@ -207,6 +214,10 @@ class JobState:
         saved = state.get("subscribers", rank_states)  # handlers of an evaluation may have changed them after the save
         load_subscribers(self._events, [each for each in saved if each["role"] == role] or saved)
         return record
+
+    def keep_reference(self) -> None:
+        """Save the digest of the current values, of which a reference has a copy, with each checkpoint. Collective."""
+        self._reference_digest = model_digest(self._model, self._ctx)
 
     def _load(self, info: CheckpointInfo) -> None:
         """Load the model, its average and the optimizer. Collective."""
@@ -363,6 +374,7 @@ class JobState:
                 "code": self._code,
                 "optimizer_class": type(self._optimizer).__qualname__,
                 "frozen_digest": self._frozen_digest if self._trainable_only else None,
+                "reference_digest": self._reference_digest,
                 "average": None if self._average is None else self._average.state_dict(),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },
@@ -401,7 +413,7 @@ class JobState:
         """With `trainable_only`, check once that no event handler has changed a frozen parameter. Collective."""
         if not self._trainable_only or self._is_digest_checked:
             return
-        if frozen_digest(self._model, self._ctx) != self._frozen_digest:
+        if model_digest(self._model, self._ctx, frozen_only=True) != self._frozen_digest:
             raise UserError(
                 "checkpoint.trainable_only = true, but frozen parameters do not have their initial values, and no "
                 "checkpoint could restore them. Use the run's original initial_weights or seed, do not change frozen "

@@ -64,7 +64,8 @@ def opened_engine(
     build_optimizer = optimizer_provider(optimizer, config.optimizer, plan.built.module)
     mapper = provider.state_mapper(plan.built.module)
     with mesh.build(launch=launch, timeouts=config.timeouts.timeouts, precision=config.precision) as ctx:
-        agree_on_start(config.model_dump(mode="json"), ctx, health=config.health)
+        resolved = config.model_dump(mode="json")
+        agree_on_start(resolved, ctx, plan, task, {"the optimizer": build_optimizer}, health=config.health)
         training = build_training(
             plan,
             ctx,

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, UserError, agree, seed_everything
 from d9d_loop.config.trainer_config import AverageConfig, GradientConfig
 from d9d_loop.data.contents import agree_on_data, flatten
+from d9d_loop.engine.code_digest import describe_code
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.optimizer_fit import check_optimizer
 from d9d_loop.engine.pipeline import Pipeline
@@ -24,24 +25,29 @@ from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.optimizers.weight_average import WeightAverage, average_of
 from d9d_loop.resilience import StepGuard, check_health
 from d9d_loop.resilience.resilience_config import BadStepConfig, HealthConfig
+from d9d_loop.task import BatchTask
 from d9d_metrics.trackers.redaction import redact_secrets
 
 
 def agree_on_start(
     resolved: Mapping[str, JsonValue],
     ctx: DistributedContext,
+    plan: ModelPlan,
+    task: BatchTask,
+    others: Mapping[str, object],
     *,
     mistake: UserError | None = None,
-    code: Mapping[str, Mapping[str, str]] | None = None,
     data: Mapping[str, Callable[[], JsonValue]] | None = None,
     health: HealthConfig | None = None,
 ) -> None:
     """Raise the same `UserError` on all ranks if they have other code, another configuration or other data. Collective.
 
-    `resolved` is the configuration as JSON. A `mistake` that this rank has found alone is raised on all ranks. The
-    identities of the `data` are read if all else agrees. Then `check_health` runs, if it is configured.
+    `resolved` is the configuration as JSON, and `others` are more objects of the user, by name. A `mistake` that this
+    rank has found alone is raised on all ranks. The identities of the `data` are read if all else agrees. Then
+    `check_health` runs, if it is configured.
     """
-    agree(mistake, same={**(code or {}), "the configuration": dict(flatten(redact_secrets(resolved)))})
+    code = describe_code(plan.built, task, others) if ctx.world_size > 1 else {}
+    agree(mistake, same={**code, "the configuration": dict(flatten(redact_secrets(resolved)))})
     if data is not None:
         agree_on_data({name: identity() for name, identity in data.items()})
     report = None if health is None else check_health(health, ctx=ctx)

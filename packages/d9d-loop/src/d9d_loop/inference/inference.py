@@ -1,9 +1,9 @@
 """Inference over a dataset. Each result is written once, in sample order, even after restarts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import ContextSplit, DistributedContext, UserError, gather_json, read_launch
+from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_json, read_launch
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
@@ -22,6 +22,7 @@ from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.engine.code_digest import source_digests
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.start import agree_on_start
@@ -32,6 +33,7 @@ from d9d_loop.inference.results_folder import ResultsFolder
 from d9d_loop.isolation import isolated_random
 from d9d_loop.job.progress import Progress
 from d9d_loop.job.stamped_output import stamped_output
+from d9d_loop.model.model_digest import model_digest
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.resilience import HangWatchdog
@@ -40,6 +42,9 @@ from d9d_loop.task import InferenceTask
 from d9d_loop.writable import check_writable
 from d9d_pipeline import OneForwardOneBackward
 from d9d_state.folder_lock import locked_folder
+
+_PLAIN = (bool, int, float, str, type(None))
+"""Types of attributes of a task that are compared with those of the first start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,9 @@ class InferenceResult:
 class Inference:
     """Inference over a dataset, in a single process or under torchrun with the same script.
 
-    A restarted job computes only the missing parts. The number of ranks may differ between runs.
+    A restarted job computes only the missing parts. The number of ranks may differ between runs. Other data, values of
+    the model, settings of the task, `batch_size`, `precision` or `seed` than those of the existing parts are an error;
+    changes of the code are printed.
 
     Attributes:
         events: Event bus. Subscribe with `inference.events.on(PartWritten, handler)`.
@@ -87,9 +94,11 @@ class Inference:
             identity={
                 "weights": None if self._weights is None else str(self._weights.absolute()),
                 "batch_size": config.batch_size,
+                "precision": config.precision,
                 "seed": config.seed,
                 "task": type(task).__qualname__,
             },
+            code=source_digests(self._weights),
         )
 
     def run(self) -> InferenceResult:
@@ -116,24 +125,43 @@ class Inference:
             self.events.watch(watchdog.phase)
             resolved = self._config.model_dump(mode="json")
             read, num_workers = partial(identity_of, self._data), self._config.data.num_workers
-            identity = partial(read_apart, read, num_workers=num_workers, what="the data")
-            agree_on_start(resolved, ctx, data={"the data": identity})
+            identity = cache(partial(read_apart, read, num_workers=num_workers, what="the data"))
+            others = {"collate": self._collate}
+            agree_on_start(resolved, ctx, plan, self._task, others, data={"the data": identity})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx, wait_seconds=hangs.timeouts.lock_seconds):
-                self._complete(plan, ctx, watchdog)
+                pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
+                pipeline.shared.copy_values()
+                pipeline.model.eval()
+                self._check_contents(
+                    {"the data": identity(), "the values of the model": model_digest(pipeline.model, ctx)}, ctx
+                )
+                self.events.emit(ModelReady(0, pipeline.model, ctx))
+                self._complete(pipeline, ctx, watchdog)
         return InferenceResult(len(self._data), self._results.file)
 
-    def _complete(self, plan: ModelPlan, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
+    def _check_contents(self, contents: Mapping[str, JsonValue], ctx: DistributedContext) -> None:
+        """Raise `UserError` if the folder has results of other contents; report changed code. Collective."""
+        problem: UserError | None = None
+        settings = {
+            f"the task's {name}": value for name, value in vars(self._task).items() if isinstance(value, _PLAIN)
+        }
+        if ctx.is_main_process:
+            try:
+                if lines := self._results.check({**contents, **settings}):
+                    first = f"d9d: results in {self._results.folder} are kept, which other code has computed:"
+                    print("\n".join([first, *lines]), flush=True)
+            except UserError as error:
+                problem = error
+        agree(problem)
+
+    def _complete(self, pipeline: Pipeline, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
         """Compute the missing parts, and concatenate all parts into one file on the main process."""
         found = (self._results.is_complete(), self._results.missing()) if ctx.is_main_process else None
         is_complete, missing = gather_json(found)[0]
         if is_complete:
             return
         if missing:
-            pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
-            pipeline.shared.copy_values()
-            pipeline.model.eval()
-            self.events.emit(ModelReady(0, pipeline.model, ctx))
             self._compute(missing, pipeline, ctx, watchdog)
         ctx.set_timeout(ctx.timeouts.startup + watchdog.margin)
         with watchdog.phase("writing the results", timeout=ctx.timeouts.startup):

@@ -23,16 +23,23 @@ class ResultsFolder:
     """Folder with the parts, `results.jsonl` (one line per sample) and `plan.json` (the identity of the job).
 
     `file` exists once the job is complete. `identity` has other values that determine the results; `check` rejects a
-    folder with another identity.
+    folder with another identity. `code` has the digests of `source_digests`, whose changes are reported.
     """
 
     def __init__(
-        self, folder: Path, *, num_samples: int, part_size: int, identity: Mapping[str, JsonValue] | None = None
+        self,
+        folder: Path,
+        *,
+        num_samples: int,
+        part_size: int,
+        identity: Mapping[str, JsonValue] | None = None,
+        code: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.file = folder, folder / "results.jsonl"
         self._plan, self._parts = folder / "plan.json", folder / "parts"
         self._num_samples, self._part_size = num_samples, part_size
         self._identity = {**(identity or {}), "num_samples": num_samples, "part_size": part_size}
+        self._code: JsonValue = dict(code or {})
 
     @property
     def num_parts(self) -> int:
@@ -44,17 +51,28 @@ class ResultsFolder:
         start = part * self._part_size
         return range(start, min(start + self._part_size, self._num_samples))
 
-    def check(self) -> None:
-        """Raise a `UserError` with the differences if existing results in the folder belong to another job."""
+    def check(self, contents: Mapping[str, JsonValue] | None = None) -> list[str]:
+        """Return a line for each change of the code since the existing results in the folder.
+
+        `contents` are further values of the identity, which are known later.
+
+        Raises:
+            UserError: If existing results belong to another job; the message has the differences.
+        """
+        self._identity |= contents or {}
         if not self._plan.exists():
-            return
+            return []
         before = json.loads(self._plan.read_text(encoding="utf-8"))
-        if lines := [describe(change) for change in changes(before, self._identity)]:
+        code = before.pop("code")
+        if lines := [
+            describe(change) for change in changes({key: before.get(key) for key in self._identity}, self._identity)
+        ]:
             raise UserError(
                 f"{self.folder} holds results of another job, which cannot be combined with these:\n"
                 + "\n".join(lines)
                 + "\nRestore these values, or use --run.name for a new run."
             )
+        return [f"  {name} has changed" for name, _, _ in changes(code, self._code, known_only=True)]
 
     def is_complete(self) -> bool:
         """Return True if all results are in `file`."""
@@ -70,7 +88,7 @@ class ResultsFolder:
             return []
         self._parts.mkdir(parents=True, exist_ok=True)
         with _replaced(self._plan) as out:
-            out.write(f"{json.dumps(self._identity, indent=2)}\n".encode())
+            out.write(f"{json.dumps({**self._identity, 'code': self._code}, indent=2)}\n".encode())
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:

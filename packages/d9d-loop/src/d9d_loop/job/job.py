@@ -9,6 +9,7 @@ from torch import nn
 from d9d_dist import DistributedContext, gather_json
 from d9d_loop.data import Share, StreamLoader
 from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.engine.code_digest import evaluation_digest
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.job_state import JobState, Record
 from d9d_loop.engine.pipeline import Pipeline
@@ -101,13 +102,15 @@ def build_job(
         parts={"data": loader, "bad_steps": guard},
         config=redact_secrets(plan.resolved),
         data_identity=plan.data_identity(),
-        code=dict(plan.code),
+        code={**plan.code, **evaluation_digest(plan.evaluation_identity())},
         seed=config.seed,
         ctx=ctx,
         events=events,
         trainable_only=config.checkpoint.trainable_only,
     )
     reference = _reference_of(plan, pipeline)  # before a checkpoint replaces the initial values
+    if plan.reference == "initial":
+        state.keep_reference()
     record = state.restore()
     if record.ended != plan.steps:  # the job has another number of steps now
         record.ended = None

@@ -16,10 +16,10 @@ from d9d_loop.data.evaluation_pass import SubsetStream, check_evaluation_data
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data.samples import Samples
+from d9d_loop.engine.code_digest import evaluation_digest, source_digests
 from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.engine.optimizer_fit import optimizer_provider
 from d9d_loop.engine.reference import Reference, check_reference
-from d9d_loop.job.code_digest import source_digests
 from d9d_loop.job.job_check import (
     check_batch_norm,
     check_evaluation,
@@ -203,7 +203,8 @@ def plan_job(
     build_optimizer = optimizer_provider(optimizer, config.optimizer, whole)
     weights = config.initial_weights or model.initial_weights
     code = source_digests(weights)
-    needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=code)
+    now = code if info is None else {**code, **evaluation_digest(evaluation_identity())}
+    needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=now)
     exports = config.export and not model.is_exported_by_handler
     export_mapper = export_mapper_of(model, whole, config) if exports else None
     if needs_weights or reference == "initial":

@@ -10,7 +10,6 @@ from d9d_loop.engine.local_tiers import local_tiers
 from d9d_loop.engine.start import agree_on_start
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.code_digest import describe_code
 from d9d_loop.job.earlier_run import check_owner, check_progress, keep_earlier_files, read_earlier_run
 from d9d_loop.job.end_command import describe_cause, early_failure_reported, report_early_failure, run_command
 from d9d_loop.job.flop_formula import FlopFormula
@@ -77,8 +76,10 @@ def _train(
         agree_on_start(
             plan.resolved,
             ctx,
+            plan.model,
+            plan.task,
+            others,
             mistake=rehearsed if isinstance(rehearsed, UserError) else None,
-            code=describe_code(plan.model.built, plan.task, others) if ctx.world_size > 1 else {},
             data={"the training data": plan.data_identity, "the evaluation data": plan.evaluation_identity},
             health=config.resilience.health,
         )

@@ -15,7 +15,7 @@ from d9d_dist import (
     parallelize_tensor,
 )
 from d9d_dist.testing import run_ranks
-from d9d_loop.model.frozen_digest import frozen_digest
+from d9d_loop.model.model_digest import model_digest
 
 
 class _Model(nn.Module):
@@ -54,20 +54,28 @@ def _by_the_equation(model: nn.Module) -> str:
 
 def test_the_digest_equals_its_formula(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _built()
-    assert frozen_digest(model, ctx) == _by_the_equation(model)
+    assert model_digest(model, ctx, frozen_only=True) == _by_the_equation(model)
     monkeypatch.setattr("d9d_dist.shards._BLOCK_ELEMENTS", 4)
-    assert frozen_digest(model, ctx) == _by_the_equation(model)
+    assert model_digest(model, ctx, frozen_only=True) == _by_the_equation(model)
 
 
 def test_the_digest_depends_only_on_frozen_values(ctx: DistributedContext) -> None:
     model = _built()
-    before = frozen_digest(model, ctx)
+    before = model_digest(model, ctx, frozen_only=True)
     model.get_parameter("trained").data.zero_()
-    assert frozen_digest(model, ctx) == before
+    assert model_digest(model, ctx, frozen_only=True) == before
     with torch.no_grad():
         weight = model.get_parameter("up.weight")
         weight.copy_(weight.roll(1, 0))
-    assert frozen_digest(model, ctx) != before
+    assert model_digest(model, ctx, frozen_only=True) != before
+
+
+def test_the_digest_of_all_values_has_the_trained_ones(ctx: DistributedContext) -> None:
+    model = _built()
+    before = model_digest(model, ctx)
+    assert before != model_digest(model, ctx, frozen_only=True)
+    model.get_parameter("trained").data.zero_()
+    assert model_digest(model, ctx) != before
 
 
 def _on_ranks() -> list[str]:
@@ -88,11 +96,11 @@ def _on_ranks() -> list[str]:
                     axes = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
                     parallelize_hsdp(model, axes, shard_axis="dp_cp_shard")
 
-            found.append(frozen_digest(_built(parallelize), ctx))
+            found.append(model_digest(_built(parallelize), ctx, frozen_only=True))
     return found
 
 
 def test_the_digest_does_not_depend_on_the_layout(ctx: DistributedContext) -> None:
     # In one layout replicated parameters are on ranks with different shards: they are counted once.
-    expected = frozen_digest(_built(), ctx)
+    expected = model_digest(_built(), ctx, frozen_only=True)
     assert run_ranks(_on_ranks, world_size=4) == [[expected] * 4] * 4

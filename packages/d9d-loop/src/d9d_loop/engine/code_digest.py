@@ -20,10 +20,12 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
+from pydantic import JsonValue
 from torch import nn
 
+from d9d_loop.data.contents import digest_of
 from d9d_loop.model.built_model import BuiltModel, describe_tensors
-from d9d_loop.task import Task
+from d9d_loop.task import BatchTask
 
 Parts: TypeAlias = dict[str, str]
 _Seen: TypeAlias = dict[int, tuple[int, Any]]
@@ -45,7 +47,12 @@ def source_digests(model_folder: Path | None = None) -> dict[str, str]:
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
 
 
-def describe_code(model: BuiltModel, task: Task, others: Mapping[str, object]) -> dict[str, Parts]:
+def evaluation_digest(identity: JsonValue) -> dict[str, str]:
+    """Return the digest of an identity of evaluation data, under its name."""
+    return {"the evaluation data": digest_of(identity)}
+
+
+def describe_code(model: BuiltModel, task: BatchTask, others: Mapping[str, object]) -> dict[str, Parts]:
     """Return what all ranks must agree on, by the name of each part in an error message.
 
     `others` are more objects of the user, by name. Flags of the task are not compared: a task may print on rank 0 only.

@@ -1,9 +1,10 @@
-"""Digest of frozen parameters: a resumed job must have the same values for parameters that its checkpoint omits.
+"""Digest of the values of a model, which is equal in every layout.
 
-The digest is sum_p h_p sum_i (2i + 1) b_i mod 2^64 over all parameters p that do not require gradients. b_i is the bit
-pattern of element i as an integer, and h_p is an odd hash of the parameter's name. Each rank adds the terms of its own
-shards, so the sum does not depend on the layout. A change of one element changes the digest, since 2i + 1 and h_p are
-odd.
+A resumed job must have the same values for frozen parameters that its checkpoint omits, and an inference job for all.
+
+The digest is sum_p h_p sum_i (2i + 1) b_i mod 2^64 over the tensors p. b_i is the bit pattern of element i as an
+integer, and h_p is an odd hash of the tensor's name. Each rank adds the terms of its own shards, so the sum does not
+depend on the layout. A change of one element changes the digest, since 2i + 1 and h_p are odd.
 """
 
 import hashlib
@@ -20,21 +21,21 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
-    """Return the digest of all parameters that do not require gradients: 16 hexadecimal digits, equal on every rank.
+def model_digest(model: nn.Module, ctx: DistributedContext, *, frozen_only: bool = False) -> str:
+    """Return the digest of all tensors that a checkpoint has: 16 hexadecimal digits, equal on every rank.
 
-    Collective: an all-reduce of 8 bytes over all ranks. Reads every such parameter once and synchronizes host and
-    device. Equal values give equal digests in every layout.
+    With `frozen_only`, only of those that do not require gradients. Collective: an all-reduce of 8 bytes over all
+    ranks. Reads every such tensor once and synchronizes host and device.
     """
     total = torch.zeros((), dtype=torch.int64, device=ctx.device)
     first_rank = 0
     if ctx.world_size > 1:
         first_rank = min(dist.get_process_group_ranks(ctx.group_for("batch", "dp", "cp", "tp")))
-    tensors = model_tensors(model)
-    for name in tensors.keys() - model_tensors(model, trainable_only=True).keys():
-        if _is_counted_on_this_rank(tensors[name], ctx, first_rank):
+    trainable = model_tensors(model, trainable_only=True) if frozen_only else {}
+    for name, tensor in model_tensors(model).items():
+        if name not in trainable and _is_counted_on_this_rank(tensor, ctx, first_rank):
             hashed = hashlib.blake2b(name.removeprefix("model.").encode(), digest_size=8).digest()
-            total += (int.from_bytes(hashed, signed=True) | 1) * _checksum(tensors[name], name)
+            total += (int.from_bytes(hashed, signed=True) | 1) * _checksum(tensor, name)
     if ctx.world_size > 1:
         dist.all_reduce(total)
     return f"{total.item() % 2**64:016x}"

@@ -14,7 +14,8 @@ from torch.nn import functional
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
-from d9d_loop.job.code_digest import describe_model, source_digests
+from d9d_loop.data import DatasetProvider
+from d9d_loop.engine.code_digest import describe_model, source_digests
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -119,6 +120,18 @@ def _train(folder: Path, what: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_a_resume_names_other_evaluation_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Metrics before and after are of other samples, of which the best is chosen."""
+    for steps, held_out in ((1, 2.0), (2, 2.0), (3, 4.0)):
+        values: dict[str, Any] = {"run": {"folder": tmp_path}, "batch": {"global_size": 2}, "evaluation": {"every": 1}}
+        config = TrainerConfig.model_validate(
+            {**values, "steps": steps, "checkpoint": {"every": 1}, "rehearsal": False}
+        )
+        data = DatasetProvider([{"x": torch.ones(3)}] * 8, evaluation=[{"x": torch.full((3,), held_out)}] * 2)
+        Trainer(config, model=lambda stage: _Mlp(functional.relu), data=data, task=_Regression()).train()
+        assert ("  the evaluation data has changed" in capsys.readouterr().out) == (held_out == 4.0)
 
 
 _EXPECTED = {
