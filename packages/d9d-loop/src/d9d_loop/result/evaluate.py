@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="device of the model; default: the accelerator, if there is one, else the CPU")
     options = parser.parse_args(arguments)
     if (options.data is None) == (options.tasks is None):
-        raise UserError("expected either --data (a text or .jsonl file) or --tasks (of lm-eval), not both.")
+        got = "neither --data nor --tasks" if options.data is None else "both --data and --tasks"
+        raise UserError(f"got {got}; expected one of --data (a text or .jsonl file) and --tasks (of lm-eval).")
     if options.length < 1 or (options.limit is not None and options.limit < 1):
         raise UserError(f"--length {options.length}, --limit {options.limit}; expected at least 1.")
     device = choose_device(options.device)
