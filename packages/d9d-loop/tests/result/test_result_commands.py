@@ -194,7 +194,7 @@ def test_mistakes_in_a_chat_get_one_message(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bytes"], "expected either --data .* or --tasks"),
+        (["bytes"], "got neither --data nor --tasks; expected one of"),
         (["bytes", "--data", "none.txt"], r"none\.txt does not exist"),
         (["bytes", "--data", "empty.txt"], r"empty\.txt contains no text"),
         (["bytes", "--data", "a.txt"], "every text has fewer than two tokens"),
