@@ -87,7 +87,7 @@ def whole_rows(num_rows: int) -> dict[str, Tensor]:
 def counted(model: nn.Module, task: Task, measured: Any, *batches: Any) -> float:
     """Return the multiply-adds of batches, with the formula that another microbatch gives."""
     formula, _ = measure_flops(meta_copy(model), task, measured)
-    meter = FlopMeter(formula, task, splits_rows=False)
+    meter = FlopMeter(formula, task)
     for batch in batches:
         meter.add(to_inputs(task.inputs(batch)), batch)
     return float(meter.take()) / 2

@@ -43,7 +43,7 @@ class Masked(Task):
     ],
 )
 def test_documents_follow_from_the_inputs(inputs: Inputs, lengths: list[int]) -> None:
-    meter = FlopMeter(FORMULA, Masked(), splits_rows=False)
+    meter = FlopMeter(FORMULA, Masked())
     for _ in range(2):
         meter.add(inputs, inputs)
     assert float(meter.take()) == 2 * FORMULA.of_lengths(lengths)
@@ -54,13 +54,13 @@ def test_masked_tokens_do_not_count() -> None:
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
     ids = torch.tensor([[0, 0, 1, 2], [0, 0, 1, 1]])
     for inputs, lengths in ((Inputs(IDS), [3, 2]), (Inputs(IDS, document_ids_BL=ids), [2, 1, 2])):
-        meter = FlopMeter(FORMULA, Masked(mask), splits_rows=False)
+        meter = FlopMeter(FORMULA, Masked(mask))
         meter.add(inputs, inputs)
         assert float(meter.take()) == FORMULA.of_lengths(lengths)
 
 
 def test_parts_of_rows_are_numbered_by_their_positions() -> None:
-    meter = FlopMeter(FORMULA, Masked(), splits_rows=True)
+    meter = FlopMeter(FORMULA, Masked(), num_parts=2)
     for columns in ([0, 3], [1, 2]):
         positions = torch.arange(4).expand(2, -1)[:, columns]
         inputs = Inputs(IDS[:, columns], position_ids=positions, document_ids_BL=IDS[:, columns])

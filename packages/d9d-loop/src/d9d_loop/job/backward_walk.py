@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 
 def walk_backward(loss: Tensor) -> None:
-    """Call the backward functions of a graph in order. Gradients of parameters are dropped, and hooks are not called.
+    """Call the backward functions of a graph in order. Gradients of leaves are not summed, and hooks are not called.
 
     Gradients are disabled meanwhile, except in code that recomputes activations.
     """
@@ -55,7 +55,9 @@ def _results(node: Any, given: dict[int, Tensor]) -> Iterator[tuple[Any, int, Te
         found = found if isinstance(found, tuple) else (found,)
         needed: Any = node.needs_input_grad
         results = [result for result, is_needed in zip(found, needed, strict=False) if is_needed]
-    elif given and type(node).__name__ != "AccumulateGrad":
+    elif given and type(node).__name__ == "AccumulateGrad":
+        node.variable.grad = given[0]
+    elif given:
         found = node(*(given.get(index) for index, _ in outputs))
         found = found if isinstance(found, tuple) else (found,)
         results = [

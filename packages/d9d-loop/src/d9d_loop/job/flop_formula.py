@@ -1,5 +1,7 @@
 """Model FLOPs of a training step as a formula: a part for each row of the inputs, and one for each pair of positions.
 
+Images have a part for each patch, and one for each pair of patches of an image or of a window.
+
 A job measures its coefficients once. `d9d_metrics.transformer_flops_per_token` is the same for known sizes.
 """
 
@@ -52,16 +54,59 @@ class AttentionFlops:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFlops:
+    """FLOPs of the vision tower and the projector of a model of `transformers`, for the inputs of its images.
+
+    Their sizes are those of `image_grid_thw` [N, 3]: frames, and patches vertically and horizontally. Without them, all
+    images or tiles [..., C, H, W] of `pixel_values` are of the same size; those of zeros among several of a sample are
+    padding.
+
+    Attributes:
+        per_patch: FLOPs of a patch; of a pixel without `image_grid_thw`.
+        per_pair: Window sizes in patches, vertically and horizontally, `None` for whole frames; and the FLOPs of a pair
+            of patches in the same window, summed over heads and layers.
+    """
+
+    per_patch: float
+    per_pair: tuple[tuple[int | None, float], ...] = ()
+
+    def of(self, inputs: Mapping[str, Any]) -> Tensor | float:
+        """Return the FLOPs of the images among a model's inputs, 0-dim. No host-device synchronization."""
+        pixels = inputs.get("pixel_values")
+        if not isinstance(pixels, Tensor):
+            return 0.0
+        if (sizes_N3 := inputs.get("image_grid_thw")) is None:
+            has_padding = pixels.dim() > 4
+            num_tiles = pixels.flatten(0, -4).flatten(1).any(1).sum().double() if has_padding else len(pixels)
+            return self.per_patch * num_tiles * pixels.shape[-2] * pixels.shape[-1]
+        total = self.per_patch * sizes_N3.prod(1).sum().double()
+        for window, flops in self.per_pair:
+            total = total + flops * pairs_of_patches(sizes_N3, window)
+        return total
+
+
+def pairs_of_patches(sizes_N3: Tensor, window: int | None) -> Tensor:
+    """Return the number of pairs of patches in the same window, or in the same frame, 0-dim."""
+    sizes_N2 = sizes_N3[:, 1:].long()
+    reach = sizes_N2.max() if window is None else window
+    squares_N2 = sizes_N2 // reach * reach**2 + (sizes_N2 % reach) ** 2
+    return (sizes_N3[:, 0] * squares_N2.prod(1)).sum()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlopFormula:
     """Model FLOPs of forward and backward passes; see `d9d_metrics.flops` for what they include.
 
     Attributes:
         per_row: FLOPs of a row of the inputs, without attention. A row is a token, or an element of another input.
         attention: Attention layers, by mask.
+        images: Vision tower and projector, whose FLOPs are not among those of the rows; `None` without one.
     """
 
     per_row: float
     attention: tuple[AttentionFlops, ...] = ()
+    images: ImageFlops | None = None
 
     def of_lengths(self, lengths: Iterable[float]) -> float:
         """Return the FLOPs of documents of some lengths, in tokens."""
@@ -83,4 +128,8 @@ class FlopFormula:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the formula with coefficients of `to_json`."""
-        return cls(per_row=values["per_row"], attention=tuple(AttentionFlops(**each) for each in values["attention"]))
+        attention, images = (AttentionFlops(**each) for each in values["attention"]), values["images"]
+        if images is not None:
+            pairs = tuple((window, flops) for window, flops in images["per_pair"])
+            images = ImageFlops(per_patch=images["per_patch"], per_pair=pairs)
+        return cls(per_row=values["per_row"], attention=tuple(attention), images=images)

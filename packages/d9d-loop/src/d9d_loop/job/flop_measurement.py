@@ -3,12 +3,16 @@
 The products are counted by torch's formulas. Attention is replaced, because its FLOPs depend on the documents of each
 step: `FlopFormula` has its FLOPs for each pair of positions. The replacements are not undone, so measure in a process
 that ends afterwards, on a copy of the model.
+
+The batch keeps its values, which models read: sizes of images, positions and masks; see `known_values`.
 """
 
 import copy
+import inspect
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from types import FunctionType
@@ -24,9 +28,13 @@ from torch.utils.flop_counter import flop_registry
 
 from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, DeclaresWindow
 from d9d_loop.job.backward_walk import walk_backward
-from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula
+from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches
+from d9d_loop.job.known_values import known_values
 from d9d_loop.task import Task, to_inputs, with_reference
 from d9d_pipeline import Inputs
+
+_IN_ONE_CALL = "d9d_flops_flash"
+"""Name for which towers pass all windows to one call; with others they call for each of them, which takes seconds."""
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -57,15 +65,16 @@ def measure_flops(model: nn.Module, task: Task, batch: Any, *, has_reference: bo
 
     With `has_reference`, they include a forward of the reference.
 
-    Raises any exception of code that cannot run on `meta`, such as code that reads values.
+    Raises any exception of code that cannot run on `meta`, such as code that reads values of parameters.
     """
-    with torch.device("meta"):
-        batch = pytree.tree_map_only(Tensor, lambda each: each.to("meta"), batch)
+    with known_values():
         inputs = to_inputs(task.inputs(batch))
         rows, are_tokens = rows_of(inputs)
         counter = _ProductCounter()
         attention = _AttentionCalls(rows.shape if are_tokens else None, counter)
         attention.replace(model)
+        images = _ImageCalls(counter, attention)
+        images.replace(model, has_grids="image_grid_thw" in inputs.shared)
         with counter:
             if has_reference:
                 with torch.no_grad():
@@ -73,13 +82,15 @@ def measure_flops(model: nn.Module, task: Task, batch: Any, *, has_reference: bo
             loss = task.loss(model(*inputs.first, **inputs.shared), batch).total
             counter.in_backward = True
             _backward(loss)
-    formula = FlopFormula(
-        per_row=counter.flops / rows.numel(),
-        attention=tuple(
-            AttentionFlops(per_pair=flops, is_causal=is_causal, window=window, chunk=chunk)
-            for (is_causal, window, chunk), flops in attention.per_pair.items()
-        ),
-    )
+            images.backward()
+            formula = FlopFormula(
+                per_row=counter.flops["rows"] / rows.numel(),
+                attention=tuple(
+                    AttentionFlops(per_pair=flops, is_causal=is_causal, window=window, chunk=chunk)
+                    for (is_causal, window, chunk), flops in attention.per_pair.items()
+                ),
+                images=images.flops(inputs.shared),
+            )
     return formula, attention.has_unknown_mask
 
 
@@ -97,13 +108,15 @@ class _ProductCounter(TorchDispatchMode):
     """Dispatch mode that sums the FLOPs of products and convolutions, without recomputed ones.
 
     Attributes:
-        flops: The sum.
+        flops: The sum of each part of the model.
+        part: Current part: rows, images, or a probe of images.
         in_backward: True during the backward pass.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops, self.in_backward = 0.0, False
+        self.flops: dict[str, float] = defaultdict(float)
+        self.part, self.in_backward = "rows", False
 
     @property
     def recomputes(self) -> bool:
@@ -124,7 +137,7 @@ class _ProductCounter(TorchDispatchMode):
             flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=result))
         else:
             return result
-        self.flops += 0 if self.recomputes else flops
+        self.flops[self.part] += 0 if self.recomputes else flops
         return result
 
 
@@ -148,6 +161,7 @@ class _AttentionCalls:
     Attributes:
         per_pair: FLOPs of a pair of positions of a row of tokens, by mask: causality, window and chunk.
         has_unknown_mask: True if a call has a mask whose pairs are not known.
+        of_images: FLOPs and pairs of patches of each module of the vision tower, by part of the counter.
 
     Args:
         shape: Number of rows of tokens, and of tokens in a row; `None` if the inputs are no tokens.
@@ -159,6 +173,7 @@ class _AttentionCalls:
         self._num_rows, self._length = (1, None) if shape is None else (shape[0], shape[1])
         self.has_unknown_mask = False
         self.per_pair: dict[tuple[bool, int | None, int | None], float] = defaultdict(float)
+        self.of_images: dict[str, dict[nn.Module | None, tuple[float, int]]] = {"images": {}, "probe": {}}
 
     def replace(self, model: nn.Module) -> None:
         """Replace the attention functions of a model's modules, of `transformers` and of torch."""
@@ -174,7 +189,8 @@ class _AttentionCalls:
                 type(function).__call__ = call
         if (utils := sys.modules.get("transformers.modeling_utils")) is not None:
             name = "d9d_flops"  # without a mask function of this name, transformers builds no masks
-            utils.ALL_ATTENTION_FUNCTIONS.register(name, self._of_transformers)
+            for each in (name, _IN_ONE_CALL):
+                utils.ALL_ATTENTION_FUNCTIONS.register(each, self._of_transformers)
             for module in model.modules():
                 if isinstance(module, utils.PreTrainedModel):
                     module.set_attn_implementation(name)
@@ -208,8 +224,12 @@ class _AttentionCalls:
         kinds, index = getattr(config, "layer_types", None), vars(module).get("layer_idx")
         if kinds and index is not None and kinds[index] == "chunked_attention":
             chunk = config.attention_chunk_size
-        self.has_unknown_mask |= mask is not None
-        attended = self._attend(query, key, value, is_causal=is_causal, window=window, chunk=chunk)
+        self.has_unknown_mask |= mask is not None and self._counter.part == "rows"
+        ends = kwargs.get("cu_seq_lens_q") if self._counter.part != "rows" else None
+        pairs = None if ends is None else int(ends.diff().square().sum())
+        attended = self._attend(
+            query, key, value, is_causal=is_causal, window=window, chunk=chunk, module=module, pairs_of_images=pairs
+        )
         return attended.transpose(1, 2), None
 
     def _sdpa(
@@ -217,7 +237,7 @@ class _AttentionCalls:
     ) -> Tensor:
         """Replace torch's function. The pairs of a mask are not known, unless it is one of keys: count causal ones."""
         is_causal = args[1] if len(args) > 1 else kwargs.get("is_causal", False)
-        if attn_mask is not None and attn_mask.shape[-2] > 1:
+        if attn_mask is not None and attn_mask.shape[-2] > 1 and self._counter.part == "rows":
             is_causal = self.has_unknown_mask = True
         return self._attend(query, key, value, is_causal=is_causal)
 
@@ -230,21 +250,43 @@ class _AttentionCalls:
         is_causal: bool,
         window: int | None = None,
         chunk: int | None = None,
+        module: nn.Module | None = None,
+        pairs_of_images: int | None = None,
     ) -> Tensor:
         """Return a tensor of the attention's shape that depends on all operands; record the FLOPs."""
-        out = (q_BHLK.sum(-1, keepdim=True) + k_BGSK.sum() + v_BGSV.sum()).expand(*q_BHLK.shape[:-1], v_BGSV.shape[-1])
+        out: Any = _Attended.apply(q_BHLK, k_BGSK, v_BGSV)
         if self._counter.recomputes:
             return out
         flops = math.prod(q_BHLK.shape[:-2]) * _flops_per_pair(q_BHLK, k_BGSK, v_BGSV)
         length, key_length = q_BHLK.shape[-2], k_BGSK.shape[-2]
-        if length == key_length == self._length:
+        if (of_part := self.of_images.get(self._counter.part)) is not None:
+            pairs = length * key_length if pairs_of_images is None else pairs_of_images
+            before = of_part.get(module, (0.0, 0))
+            of_part[module] = before[0] + flops * pairs, before[1] + math.prod(q_BHLK.shape[:-3]) * pairs
+        elif length == key_length == self._length:
             self.per_pair[is_causal, window, chunk] += flops / self._num_rows
         else:
             mask = AttentionFlops(per_pair=flops, is_causal=is_causal, window=window, chunk=chunk)
-            self._counter.flops += flops * (
+            self._counter.flops["rows"] += flops * (
                 mask.pairs_of_lengths([length]) if length == key_length else length * key_length
             )
         return out
+
+
+@final
+class _Attended(torch.autograd.Function):
+    """Tensor of the shape of attention's output, whose gradients reach all operands."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output, without its values."""
+        ctx.save_for_backward(query, key, value)
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradients, without their values."""
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors)
 
 
 def _flops_per_pair(query: Tensor, key: Tensor, value: Tensor) -> int:
@@ -254,3 +296,96 @@ def _flops_per_pair(query: Tensor, key: Tensor, value: Tensor) -> int:
     num_of_keys = 1 + needs_q + needs_k  # the scores, and the gradients of both operands
     num_of_values = 1 + needs_v + (needs_q or needs_k)  # the output, and the gradients of values and scores
     return 2 * (key_size * num_of_keys + value_size * num_of_values)
+
+
+@final
+class _ImageCalls:
+    """Replacement of `get_image_features` of models of `transformers`, whose FLOPs are a part of their own.
+
+    The features are cut from the graph of the language model, and the tower's backward pass runs after that of the
+    language model.
+    """
+
+    _PROBE = (1, 48, 56)
+    """Size of an image whose windows show their size."""
+
+    def __init__(self, counter: _ProductCounter, attention: _AttentionCalls) -> None:
+        self._counter, self._attention = counter, attention
+        self._calls: list[Any] = []
+        self._features: list[tuple[Tensor, Tensor]] = []
+        self._forward_flops = 0.0
+
+    def replace(self, model: nn.Module, *, has_grids: bool) -> None:
+        """Replace the methods of a model's modules; with sizes of images, the tower attends to all windows at once."""
+        for module in model.modules():
+            if (function := getattr(module, "get_image_features", None)) is not None:
+                module.get_image_features = partial(self._call, function)  # ty: ignore[invalid-assignment]
+                if (vision := getattr(module.config, "vision_config", None)) is not None and has_grids:
+                    vision._attn_implementation = _IN_ONE_CALL
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._counter.part != "rows":  # a method that calls that of a module inside
+            return function(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        self._calls.append(bound)
+        self._counter.part, before = "images", self._counter.flops["images"]
+        features = function(*args, **kwargs)
+        self._forward_flops, self._counter.part = self._counter.flops["images"] - before, "rows"
+        self._probe = partial(self._run_probe, function, bound)
+        return pytree.tree_map_only(Tensor, self._cut, features)
+
+    def _cut(self, features: Tensor) -> Tensor:
+        if not features.requires_grad:
+            return features
+        self._features.append((features, features.detach().requires_grad_()))
+        return self._features[-1][1]
+
+    def backward(self) -> None:
+        """Run the backward pass of the tower."""
+        products = [(features * cut.grad).sum() for features, cut in self._features if cut.grad is not None]
+        if products:
+            self._counter.part = "images"
+            _backward(torch.stack(products).sum())
+
+    def _run_probe(self, function: Any, bound: inspect.BoundArguments) -> None:
+        """Run the tower on an image of a known size."""
+        self._counter.part, given = "probe", bound.arguments
+        pixels = torch.empty(
+            math.prod(self._PROBE), *given["pixel_values"].shape[1:], dtype=given["pixel_values"].dtype
+        )
+        bound.arguments |= {"pixel_values": pixels, "image_grid_thw": torch.tensor([self._PROBE])}
+        with torch.no_grad():
+            function(*bound.args, **bound.kwargs)
+
+    def flops(self, inputs: Mapping[str, Any]) -> ImageFlops | None:
+        """Return the FLOPs of the images among a model's inputs.
+
+        Raises:
+            NotImplementedError: If they are not a sum over patches and over pairs of patches in windows.
+        """
+        if not self._calls:
+            return None
+        products, attention = self._counter.flops["images"], self._attention.of_images
+        if (sizes_N3 := inputs.get("image_grid_thw")) is None:
+            total = products + sum(flops for flops, _ in attention["images"].values())
+            return ImageFlops(per_patch=total / float(ImageFlops(per_patch=1.0).of(inputs)))
+        self._probe()
+        num_patches, num_of_probe = int(sizes_N3.prod(1).sum()), math.prod(self._PROBE)
+        if self._counter.flops["probe"] * num_patches != self._forward_flops * num_of_probe:
+            raise NotImplementedError("products of the vision tower are not proportional to the patches")
+        per_pair: dict[int | None, float] = defaultdict(float)
+        for module, (flops, num_pairs) in attention["images"].items():
+            window = self._window(attention["probe"][module][1])
+            expected = int(pairs_of_patches(sizes_N3, window))
+            if num_pairs != len(self._calls) * expected:
+                raise NotImplementedError("patches of other images or frames see each other in the vision tower")
+            per_pair[window] += flops / expected
+        return ImageFlops(per_patch=products / num_patches, per_pair=tuple(per_pair.items()))
+
+    def _window(self, num_pairs: int) -> int | None:
+        """Return the size of the windows that have so many pairs in the probe."""
+        probe = torch.tensor([self._PROBE])
+        for window in (None, *range(1, max(self._PROBE))):
+            if num_pairs == int(pairs_of_patches(probe, window)):
+                return window
+        raise NotImplementedError("windows of the vision tower are not squares of patches")

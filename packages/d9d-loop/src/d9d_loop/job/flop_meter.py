@@ -22,12 +22,12 @@ class FlopMeter:
     Args:
         formula: FLOPs of rows and pairs of positions; `None` if they are not known: the meter then counts nothing.
         task: Task of the job, which knows the mask of tokens.
-        splits_rows: True if context-parallel ranks have parts of each row.
+        num_parts: Number of context-parallel ranks, which have parts of each row, and all images.
     """
 
-    def __init__(self, formula: FlopFormula | None, task: BatchTask, *, splits_rows: bool) -> None:
+    def __init__(self, formula: FlopFormula | None, task: BatchTask, *, num_parts: int = 1) -> None:
         self.formula = formula
-        self._task, self._splits_rows = task, splits_rows
+        self._task, self._num_parts = task, num_parts
         self._whole: dict[torch.Size, float] = {}
         self._total: Tensor | float = 0.0
 
@@ -35,8 +35,10 @@ class FlopMeter:
         """Add a microbatch: the model's inputs, and the batch that they were made of."""
         if self.formula is None:
             return
+        if self.formula.images is not None:
+            self._total = self._total + self.formula.images.of(inputs.shared) / self._num_parts
         rows, are_tokens = rows_of(inputs)
-        numbers_BL = document_numbers(inputs, rows, splits_rows=self._splits_rows) if are_tokens else None
+        numbers_BL = document_numbers(inputs, rows, splits_rows=self._num_parts > 1) if are_tokens else None
         mask_BL = self._task.token_mask(batch) if are_tokens else None
         if mask_BL is not None and mask_BL.shape == rows.shape:
             if numbers_BL is None:

@@ -46,7 +46,7 @@ class Reports:
         flops: FlopFormula | None = None,
     ) -> None:
         self._plan, self._config = plan, plan.config
-        self.meter = FlopMeter(flops, plan.task, splits_rows=ctx.size("batch", "cp") > 1)
+        self.meter = FlopMeter(flops, plan.task, num_parts=ctx.size("batch", "cp"))
         self._peak = plan.config.logging.peak_flops
         if self._peak is None:
             with suppress(UserError):  # the device is not in the table

@@ -1,0 +1,83 @@
+"""Run of a model on `meta` that keeps the values of tensors that do not depend on parameters.
+
+Models read such values: sizes of images, positions, masks. Tensors of a batch stay on the CPU with their values, and so
+do results of operations on them alone. A result of an operation with a tensor on `meta` is on `meta`.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_META = torch.device("meta")
+
+
+@contextmanager
+def known_values() -> Generator[None]:
+    """Create tensors on `meta` in the body, except those whose values are known: see the module."""
+    with _META, _FromLists(), _KnownValues():
+        yield
+
+
+@final
+class _FromLists(TorchFunctionMode):
+    """Mode in which tensors of lists and numbers keep their values."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_from_list = func in {torch.tensor, torch.as_tensor} and not isinstance(args[:1] and args[0], Tensor)
+        return func(*args, **({**kwargs, "device": "cpu"} if is_from_list else kwargs))
+
+
+@final
+class _KnownValues(TorchDispatchMode):
+    """Mode in which operators take tensors on the CPU and on `meta` together."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if any(each.is_meta for each in tensors):
+            if func._schema.is_mutable and isinstance(args[0], Tensor) and not args[0].is_meta:
+                raise NotImplementedError(f"{func} writes a value that depends on parameters to one that does not")
+            return _on_meta(func, args, kwargs)
+        if kwargs.get("device") != _META:
+            return func(*args, **kwargs)
+        if not tensors:
+            found = func(*args, **kwargs)
+            # Tensors such as empty ones are written to later, usually with values that depend on parameters.
+            if found.is_floating_point() and func.overloadpacket not in {
+                torch.ops.aten.arange,
+                torch.ops.aten.linspace,
+            }:
+                return found
+        return func(*args, **{**kwargs, "device": torch.device("cpu")})
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operator on `meta`. The size of a selection depends on known values."""
+    aten = torch.ops.aten
+    if func.overloadpacket is aten.masked_select and not args[1].is_meta:
+        return args[0].new_empty(int(args[1].expand(args[0].shape).sum()))
+    if func.overloadpacket in {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}:
+        indices: list[Any] = []
+        for each in args[1]:
+            is_mask = each is not None and not each.is_meta and each.dtype in {torch.bool, torch.uint8}
+            indices.extend(each.nonzero().unbind(1) if is_mask else [each])
+        args = (args[0], indices, *args[2:])
+    args, kwargs = pytree.tree_map_only(Tensor, _moved, (args, kwargs))
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": _META}
+    return func(*args, **kwargs)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")

@@ -1,0 +1,139 @@
+"""Model FLOPs of the job `vision`, compared with torch's counter in a forward and backward pass of `transformers`."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from vision_cases import CHATS, EAGER, FAMILIES, save_chats, save_model, vision_config
+
+from d9d_dist.testing import run_ranks
+from d9d_loop.job.flop_formula import FlopFormula
+from d9d_loop.job.flop_measurement import measure_flops, meta_copy
+from d9d_loop.job.flop_meter import FlopMeter
+from d9d_loop.jobs import text_trainer
+from d9d_loop.jobs.text_tasks import NextToken
+from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.task import to_inputs
+from d9d_metrics import read_metrics
+
+TASK = NextToken()
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("released")
+    save_chats(root, CHATS)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the function that a measurement replaces, as its process would end."""
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", nn.functional.scaled_dot_product_attention)
+
+
+def _is_of_language_model(name: str) -> bool:
+    return "language_model" in name or "text_model" in name or "lm_head" in name
+
+
+def _freeze(model: nn.Module, is_frozen: Callable[[str], bool]) -> None:
+    for name, each in model.named_parameters():
+        each.requires_grad_(not is_frozen(name))
+
+
+def _all(model: nn.Module) -> None:
+    """Train everything."""
+
+
+def _language(model: nn.Module) -> None:
+    _freeze(model, lambda name: not _is_of_language_model(name))
+
+
+def _tower(model: nn.Module) -> None:
+    _freeze(model, _is_of_language_model)
+
+
+def _adapters(model: nn.Module) -> None:
+    peft = pytest.importorskip("d9d_peft")
+    peft.inject(peft.LoRA(r".*(language_model|text_model).*\.(q_proj|v_proj)", rank=2), model)
+
+
+TRAINED = {"all": _all, "language": _language, "tower": _tower, "lora": _adapters}
+
+
+def _model(released: Path, family: str, **options: Any) -> nn.Module:
+    transformers: Any = import_module("transformers")
+    folder = released / family
+    if not folder.is_dir():
+        save_model(family, folder)
+    auto = transformers.AutoModelForImageTextToText
+    return auto.from_pretrained(folder, attn_implementation="eager", **options).train()
+
+
+def _counted(model: nn.Module, batch: dict[str, Any]) -> int:
+    """Return the FLOPs of forward and backward by torch's counter: attention of all pairs of positions."""
+    with FlopCounterMode(display=False) as counter:
+        TASK.loss(model(**TASK.inputs(batch)), batch).total.backward()
+    return counter.get_total_flops()
+
+
+def _of_all_pairs(formula: FlopFormula, batch: dict[str, Any]) -> float:
+    num_rows, length = batch["input_ids"].shape
+    pairs = num_rows * length**2 * sum(each.per_pair for each in formula.attention)
+    images = 0.0 if formula.images is None else float(formula.images.of(batch))
+    return num_rows * length * formula.per_row + pairs + images
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_equal_those_of_torch_for_other_images(family: str, trained: str, released: Path) -> None:
+    # Loops over experts read the router's choices, and torch's counter does not count grouped products.
+    model, for_meta = _model(released, family, **(EAGER if "moe" in family else {})), _model(released, family)
+    TRAINED[trained](model)
+    TRAINED[trained](for_meta)
+    data = image_chats(vision_config(released / family, released / "chats.jsonl", released))
+    batches = [data.collate([data.samples[index] for index in group]) for group in ((0,), (1, 2), (3,), (5,), (6, 7))]
+    for measured in (batches[0], batches[1]):
+        formula, _ = measure_flops(meta_copy(for_meta), TASK, measured)
+        assert formula.images is not None
+        assert FlopFormula.from_json(formula.to_json()) == formula
+        for batch in batches:
+            assert _of_all_pairs(formula, batch) == pytest.approx(_counted(model, batch), rel=1e-12)
+            meter = FlopMeter(formula, TASK)
+            meter.add(to_inputs(TASK.inputs(batch)), batch)
+            lengths = batch["attention_mask"].sum(1).tolist()
+            assert float(meter.take()) == pytest.approx(formula.of_lengths(lengths) + float(formula.images.of(batch)))
+    if trained != "tower":  # samples without images
+        texts = {name: batches[3][name][:1] for name in ("input_ids", "attention_mask", "labels")}
+        assert _of_all_pairs(formula, texts) == pytest.approx(_counted(model, texts), rel=1e-12)
+
+
+def _reported(released: Path, runs: Path, mesh: dict[str, int]) -> list[float]:
+    """Return the FLOP/s of the steps of a job, each of which takes two seconds."""
+    folder = released / "qwen2_5_vl"
+    config = vision_config(folder, released / "chats.jsonl", runs, mesh=mesh)
+    with mock.patch("d9d_loop.job.reports._Clock.lap", return_value=(torch.zeros(()), 2.0)):
+        text_trainer(config).train()
+    lines = read_metrics(runs / "vision" / "metrics.jsonl")
+    return [line["flops_per_second"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data_parallel_shard": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_a_job_reports_the_flops_of_its_images(mesh: dict[str, int], released: Path, tmp_path: Path) -> None:
+    model, arguments = _model(released, "qwen2_5_vl"), (released, tmp_path, mesh)
+    found = run_ranks(_reported, *arguments, world_size=2)[0] if mesh else _reported(*arguments)
+    data = image_chats(vision_config(released / "qwen2_5_vl", released / "chats.jsonl", released))
+    batches = [data.collate([data.samples[index]]) for index in range(len(CHATS))]
+    formula, _ = measure_flops(meta_copy(model), TASK, batches[0])
+    meter, expected = FlopMeter(formula, TASK), []
+    for step in (batches[:4], batches[4:]):
+        for batch in step:
+            meter.add(to_inputs(TASK.inputs(batch)), batch)
+        expected.append(float(meter.take()) / 2)
+    assert found == pytest.approx(expected, rel=1e-12)
