@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula
+from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches
 from d9d_metrics import transformer_flops_per_token
 
 
@@ -64,3 +64,28 @@ def test_windows_frozen_weights_latent_and_linear_attention(training: bool) -> N
         training=training,
     )
     assert each * length == pytest.approx(expected)
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3),
+    window=st.none() | st.integers(1, 10),
+)
+def test_pairs_of_patches_are_those_of_their_windows(sizes: list[tuple[int, int, int]], window: int | None) -> None:
+    total = 0
+    for frames, height, width in sizes:
+        row, column = np.indices((height, width)).reshape(2, -1) // (window or 9)
+        total += frames * int(((row[:, None] == row) & (column[:, None] == column)).sum())
+    assert int(pairs_of_patches(torch.tensor(sizes), window)) == total
+
+
+def test_images_count_by_patches_or_by_tiles_without_padding() -> None:
+    flops = ImageFlops(per_patch=10.0, per_pair=((None, 1.0), (2, 100.0)))
+    sizes = torch.tensor([[1, 2, 3], [2, 1, 1]])
+    inputs = {"pixel_values": torch.ones(8, 5), "image_grid_thw": sizes}
+    assert float(flops.of(inputs)) == 10 * 8 + (36 + 2) + 100 * (16 + 4 + 2)
+    tiles = torch.ones(2, 3, 3, 4, 5)
+    tiles[1, 1:] = 0
+    assert float(flops.of({"pixel_values": tiles})) == 10 * 4 * 4 * 5
+    assert float(flops.of({"pixel_values": tiles[0]})) == 10 * 3 * 4 * 5
+    assert flops.of({}) == 0

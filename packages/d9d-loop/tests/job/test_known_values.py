@@ -1,0 +1,30 @@
+import pytest
+import torch
+from torch import nn
+
+from d9d_loop.job.known_values import known_values
+
+WEIGHTS = nn.Parameter(torch.empty(4, 3, device="meta"))
+
+
+def test_values_of_a_batch_can_be_read() -> None:
+    ids = torch.tensor([[1, 2], [0, 3]])
+    with known_values():
+        x = nn.functional.embedding(ids, WEIGHTS)
+        positions = torch.arange(2, device=x.device) + torch.tensor([ids.max().item(), 0])
+        assert positions.to(x.device).tolist() == [3, 1]
+        assert x[ids == 0].shape == (1, 3)
+        assert x.masked_select((ids == 0)[..., None]).shape == (3,)
+        assert torch.zeros(2, device=x.device).is_meta
+        assert torch.zeros(2, dtype=torch.int64, device=x.device).tolist() == [0, 0]
+        (x * positions[:, None]).sum().backward()
+    assert WEIGHTS.grad is not None
+    assert WEIGHTS.grad.is_meta
+
+
+def test_values_that_depend_on_parameters_are_not_known() -> None:
+    with known_values():
+        with pytest.raises(RuntimeError, match="meta"):
+            WEIGHTS.sum().item()
+        with pytest.raises(NotImplementedError, match="depends on parameters"):
+            torch.tensor([0.0, 1.0]).copy_(WEIGHTS[0, :2])
