@@ -297,7 +297,7 @@ def test_every_exported_name_exists() -> None:
 _MODULES_OF = {"pillow": "PIL", "pydantic": "pydantic pydantic_core", "pyyaml": "yaml", "torch": "torch triton"}
 _MODULES_OF |= {"fla-core": "fla", "mlflow-skinny": "mlflow", "s3fs": "s3fs fsspec"}
 _WITHOUT_EXTRA = {  # found by `find_spec`; their errors name how each is installed
-    "d9d-loop": {"lm_eval", "peft", "timm"},
+    "d9d-loop": 39240{"lm_eval", "peft", "timm"},
     "d9d-metrics": {"trackio"},
     "d9d-moe": {"deep_ep", "grouped_gemm"},
 }
@@ -433,7 +433,7 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 LINES = {
     "d9d-dist": 8850,
-    "d9d-loop": 38969,
+    "d9d-loop": 39240,
     "d9d-metrics": 3936,
     "d9d-modules": 9450,
     "d9d-moe": 3194,
