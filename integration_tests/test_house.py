@@ -297,7 +297,7 @@ def test_every_exported_name_exists() -> None:
 _MODULES_OF = {"pillow": "PIL", "pydantic": "pydantic pydantic_core", "pyyaml": "yaml", "torch": "torch triton"}
 _MODULES_OF |= {"fla-core": "fla", "mlflow-skinny": "mlflow", "s3fs": "s3fs fsspec"}
 _WITHOUT_EXTRA = {  # found by `find_spec`; their errors name how each is installed
-    "d9d-loop": 39240{"lm_eval", "peft", "timm"},
+    "d9d-loop": {"lm_eval", "peft", "timm"},
     "d9d-metrics": {"trackio"},
     "d9d-moe": {"deep_ep", "grouped_gemm"},
 }
