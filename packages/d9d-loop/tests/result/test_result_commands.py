@@ -65,13 +65,51 @@ def chat_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _answer(result: LoadedResult, prompt: list[int], **options: Any) -> list[int]:
+    """Return the tokens of an answer, which have been streamed one by one."""
+    seen: list[list[int]] = []
+    tokens = chat_command.answer_tokens(result, prompt, on_tokens=lambda each: seen.append(list(each)), **options)
+    assert seen == [tokens[: end + 1] for end in range(len(tokens))]
+    return tokens
+
+
 def test_streamed_tokens_equal_generate_of_transformers(byte_run: Path) -> None:
     result = load_result(byte_run, device=CPU)
     assert result.tokenizer.encode("to be") == list(b"to be")
     prompt = result.tokenizer.encode("to be")
-    tokens = list(chat_command.stream_tokens(result, prompt, max_new_tokens=10, temperature=0, top_p=1.0))
+    tokens = _answer(result, prompt, max_new_tokens=10, temperature=0)
     expected = result.model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, pad_token_id=0)
     assert tokens == expected[0, 5:].tolist()
+
+
+def _sampled(folder: Path, settings: dict[str, Any], **options: Any) -> list[list[int]]:
+    """Return eight answers of a model with some settings in its generation_config.json."""
+    (folder / "export/generation_config.json").write_text(json.dumps(settings))
+    result = load_result(folder, device=CPU)
+    torch.manual_seed(0)
+    return [_answer(result, list(b"to be"), max_new_tokens=12, **options) for _ in range(8)]
+
+
+def test_the_settings_of_generation_config_are_used(byte_run: Path) -> None:
+    """Each of them changes the answers; a model that draws each token from five repeats one."""
+    greedy = _sampled(byte_run, {"do_sample": False})
+    assert len(set(map(tuple, greedy))) == 1
+    assert _sampled(byte_run, {"do_sample": True, "top_k": 1}) == greedy
+    assert _sampled(byte_run, {"top_p": 1e-6, "temperature": 0.5}) == greedy
+    free = _sampled(byte_run, {})
+    assert len(set(map(tuple, free))) == 8
+    assert _sampled(byte_run, {"do_sample": False}, temperature=0.7, top_p=0.95) != greedy
+    assert _sampled(byte_run, {"do_sample": True, "num_beams": 3}, temperature=0) == greedy
+    banned = sorted({token for answer in (*greedy, *free) for token in answer})
+    assert not {t for answer in _sampled(byte_run, {"suppress_tokens": banned}) for t in answer} & set(banned)
+    punished = _sampled(byte_run, {"do_sample": False, "repetition_penalty": 1e6})[0]
+    assert len(set(punished)) == len(punished) > len(set(greedy[0]))
+
+
+def test_a_chat_template_with_a_syntax_error_is_an_error(chat_folder: Path) -> None:
+    (chat_folder / "chat_template.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(UserError, match="the chat template has a syntax error in line 1"):
+        load_result(chat_folder, device=CPU)
 
 
 def test_a_model_of_a_pretraining_job_on_bytes_has_an_end_token(tmp_path: Path) -> None:
@@ -85,7 +123,7 @@ def test_a_model_of_a_pretraining_job_on_bytes_has_an_end_token(tmp_path: Path) 
 def test_a_prompt_without_template_is_continued(byte_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat_command.main([str(byte_run), "--prompt", "to be", "--max-new-tokens", "9", "--temperature", "0"])
     result = load_result(byte_run, device=CPU)
-    ids = list(chat_command.stream_tokens(result, list(b"to be"), max_new_tokens=9, temperature=0, top_p=1.0))
+    ids = _answer(result, list(b"to be"), max_new_tokens=9, temperature=0)
     shown = result.tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")  # the last character may be incomplete
     assert capsys.readouterr().out == f"to be{shown}\n"
 
@@ -94,13 +132,13 @@ def test_lines_of_a_chat_continue_one_conversation(
     chat_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    real = chat_command.stream_tokens
+    real = chat_command.answer_tokens
 
     def spy(result: LoadedResult, input_ids: Any, **options: Any) -> Any:
         seen.append(" ".join(WORDS[i] for i in input_ids))
         return real(result, input_ids, **options)
 
-    monkeypatch.setattr(chat_command, "stream_tokens", spy)
+    monkeypatch.setattr(chat_command, "answer_tokens", spy)
     monkeypatch.setattr("sys.stdin", io.StringIO("to be\nor not\n/new\n\nnot\n/quit\nto\n"))
     chat_command.main([str(chat_folder), "--max-new-tokens", "3", "--seed", "3"])
     first, second, _ = answers = capsys.readouterr().out.splitlines()
@@ -115,7 +153,7 @@ def test_stop_tokens_end_an_answer(chat_folder: Path) -> None:
     result = load_result(chat_folder, device=CPU)
     assert result.stop_tokens == (0,)
     torch.manual_seed(1)
-    tokens = list(chat_command.stream_tokens(result, [1, 3], max_new_tokens=200, temperature=5.0, top_p=1.0))
+    tokens = _answer(result, [1, 3], max_new_tokens=200, temperature=5.0, top_p=1.0)
     assert 0 not in tokens
     assert len(tokens) < 200
 
@@ -128,7 +166,7 @@ def test_the_token_with_which_the_template_ends_a_turn_ends_an_answer(tmp_path: 
     result = load_result(tmp_path, device=CPU)
     assert result.stop_tokens == (WORDS.index("<end>"), WORDS.index("<answer>"))
     torch.manual_seed(1)
-    tokens = list(chat_command.stream_tokens(result, [1, 3], max_new_tokens=200, temperature=5.0, top_p=1.0))
+    tokens = _answer(result, [1, 3], max_new_tokens=200, temperature=5.0, top_p=1.0)
     assert WORDS.index("<answer>") not in tokens
     assert len(tokens) < 200
 

@@ -22,6 +22,11 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @final
+class NoChatTemplateError(UserError):
+    """A folder has no chat template."""
+
+
+@final
 class ChatTemplate:
     """Jinja template of conversations. Requires the extra `chat`.
 
@@ -106,7 +111,8 @@ def read_chat_template(
     `for_tools`, else the one named `default`.
 
     Raises:
-        UserError: If the folder has no chat template.
+        NoChatTemplateError: If the folder has no chat template.
+        UserError: If the template has a syntax error.
     """
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
@@ -117,7 +123,7 @@ def read_chat_template(
         named = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {"default": found}
     source = named.get("tool_use" if for_tools else "default", named.get("default"))
     if not isinstance(source, str):
-        raise UserError(
+        raise NoChatTemplateError(
             f"{folder} has no chat template, neither chat_template.jinja nor a chat_template in tokenizer_config.json; "
             "expected the folder of a chat model. Write its template to chat_template.jinja."
         )

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        default=0.7,
-        help="sampling temperature, 0 for greedy decoding; default: %(default)s",
+        help="sampling temperature, 0 for greedy decoding; default: that of generation_config.json, else 0.7",
     )
-    parser.add_argument("--top-p", type=float, default=0.95, help="nucleus sampling; default: %(default)s")
+    parser.add_argument(
+        "--top-p", type=float, help="nucleus sampling; default: that of generation_config.json, else 0.95"
+    )
     parser.add_argument("--seed", type=int, help="sampling seed; random by default")
     parser.add_argument("--device", help="device of the model; default: the accelerator, if there is one, else the CPU")
     options = parser.parse_args(arguments)
@@ -81,35 +82,73 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _answer(result, turns, line, options)
 
 
-def stream_tokens(
+def answer_tokens(
     result: "LoadedResult",
     input_ids: Sequence[int],
     *,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
+    on_tokens: Callable[[list[int]], object],
+    temperature: float | None = None,
+    top_p: float | None = None,
     images: Mapping[str, Any] | None = None,
-) -> Iterator[int]:
-    """Yield the tokens of one continuation, with the key/value cache of `transformers`, until a stop token.
+) -> list[int]:
+    """Return the tokens of one continuation up to a stop token, by `generate` of `transformers`.
 
-    Tokens are sampled as in `d9d_modules.generate`; temperature 0 selects greedy decoding. `images` are the inputs of
-    the model beside `input_ids`, such as pixels.
+    The settings of the model's `generation_config.json` apply, except `num_beams`. If it does not choose how to sample,
+    the temperature is 0.7 and `top_p` 0.95. `temperature` and `top_p` replace these; a temperature of 0 selects greedy
+    decoding. `on_tokens` is called with all tokens so far after each new one. `images` are the inputs of the model
+    beside `input_ids`, such as pixels.
     """
     import torch  # noqa: PLC0415 - help is printed without torch
 
-    device = result.model.device
-    ids, cache = torch.tensor([list(input_ids)], device=device), None
-    inputs = {name: value.to(device) for name, value in (images or {}).items()}
-    for _ in range(max_new_tokens):
-        with torch.no_grad():
-            outputs = result.model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
-        inputs = {}
-        cache = outputs.past_key_values
-        token = _choose(outputs.logits[0, -1].float(), temperature=temperature, top_p=top_p)
-        if token in result.stop_tokens:
-            return
-        yield token
-        ids = torch.tensor([[token]], device=device)
+    device, stops = result.model.device, list(result.stop_tokens)
+    ids = torch.tensor([list(input_ids)], device=device)
+    inputs = {"attention_mask": torch.ones_like(ids), **(images or {})}
+    streamed = _Streamed(stops, on_tokens)
+    result.model.generate(
+        input_ids=ids,
+        **{name: value.to(device) for name, value in inputs.items()},
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stops or None,
+        pad_token_id=stops[0] if stops else 0,
+        streamer=streamed,
+        **_sampling(result.model.generation_config, temperature, top_p),
+    )
+    return streamed.tokens
+
+
+def _sampling(own: Any, temperature: float | None, top_p: float | None) -> dict[str, Any]:
+    """Return the arguments of `generate` that choose tokens, if `own` are the model's settings."""
+    options: dict[str, Any] = {"num_beams": 1}
+    if own.do_sample is None:
+        options["do_sample"] = True
+        if own.temperature is None:
+            options |= {"temperature": 0.7, "top_p": 0.95, "top_k": 0}
+    if temperature is not None:
+        options |= {"do_sample": temperature > 0, "temperature": temperature}
+    if top_p is not None:
+        options["top_p"] = top_p
+    if not options.get("do_sample", own.do_sample):
+        options |= {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # the defaults, which have no effect
+    return options
+
+
+class _Streamed:
+    """Streamer of `generate`: passes on all tokens so far, without the stop token at the end."""
+
+    def __init__(self, stops: Sequence[int], on_tokens: Callable[[list[int]], object]) -> None:
+        self.tokens: list[int] = []
+        self._stops, self._on_tokens, self._is_prompt = stops, on_tokens, True
+
+    def put(self, value: "torch.Tensor") -> None:
+        """Add a token. The first call has the prompt."""
+        if not self._is_prompt and (token := int(value)) not in self._stops:
+            self.tokens.append(token)
+            self._on_tokens(self.tokens)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        """Do nothing: all tokens have been passed on."""
 
 
 def choose_device(name: str | None) -> "torch.device":
@@ -159,33 +198,27 @@ def _answer(result: "LoadedResult", turns: list[dict[str, Any]], line: str, opti
             f"the conversation has {len(ids)} tokens; the model supports {result.max_context}, including the answer. "
             "Start a new conversation (/new), or shorten the prompt."
         )
-    shown, tokens = "", []
-    for token in stream_tokens(
-        result,
-        ids,
-        max_new_tokens=min(options.max_new_tokens, room),
-        temperature=options.temperature,
-        top_p=options.top_p,
-        images=inputs,
-    ):
-        tokens.append(token)
+    shown = ""
+
+    def show(tokens: list[int]) -> None:
+        nonlocal shown
         text = result.tokenizer.decode(tokens)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # otherwise the character continues in the next token
             print(text[len(shown) :], end="", flush=True)
             shown = text
+
+    answer_tokens(
+        result,
+        ids,
+        max_new_tokens=min(options.max_new_tokens, room),
+        on_tokens=show,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        images=inputs,
+    )
     print(flush=True)
     if is_chat:
         turns.append({"role": "assistant", "content": shown})
-
-
-def _choose(logits_V: "torch.Tensor", *, temperature: float, top_p: float) -> int:
-    import torch  # noqa: PLC0415 - help is printed without torch
-
-    if temperature == 0:
-        return int(logits_V.argmax())
-    descending_V, order_V = (logits_V / temperature).softmax(dim=-1).sort(descending=True)
-    kept_V = descending_V.masked_fill(descending_V.cumsum(dim=-1) - descending_V >= top_p, 0.0)
-    return int(order_V[torch.multinomial(kept_V, num_samples=1)])
 
 
 def _check_fit(result: "LoadedResult", options: argparse.Namespace) -> None:
@@ -205,9 +238,9 @@ def _check_fit(result: "LoadedResult", options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {options.max_new_tokens}; expected at least 1.")
-    if options.temperature < 0:
+    if options.temperature is not None and options.temperature < 0:
         raise UserError(f"--temperature {options.temperature}; expected 0 (greedy decoding) or more.")
-    if not 0 < options.top_p <= 1:
+    if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p}; expected above 0 and at most 1.")
 
 

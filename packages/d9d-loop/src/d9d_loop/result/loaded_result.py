@@ -10,7 +10,7 @@ import torch
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
-from d9d_loop.data.chat_template import ChatTemplate, read_chat_template
+from d9d_loop.data.chat_template import ChatTemplate, NoChatTemplateError, read_chat_template
 from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, TextTokenizer, listed_ids, read_text_tokenizer
 from d9d_loop.result.adapted_base import (
@@ -60,8 +60,8 @@ def load_result(
     have the dtype of the files.
 
     Raises:
-        UserError: If the folder has no model, the base of adapters is missing, or there is no tokenizer although the
-            vocabulary needs one.
+        UserError: If the folder has no model, the base of adapters is missing, there is no tokenizer although the
+            vocabulary needs one, or the chat template has a syntax error.
         ModuleNotFoundError: If `transformers` is not installed.
     """
     folder = find_export(Path(path))
@@ -159,7 +159,7 @@ def _read_tokenizer(
     try:
         options: dict[str, Any] = {"special_tokens": tokenizer.special_tokens, "has_parts": has_parts}
         chat = read_chat_template(folder, today=date.today(), **options)
-    except UserError:  # no template
+    except NoChatTemplateError:
         chat = None
     ends = listed_ids(tokenizer.eos_id)
     return tokenizer, chat, ends if chat is None else [*ends, *_turn_end(tokenizer, chat)]
