@@ -41,7 +41,7 @@ def source_digests(model_folder: Path | None = None) -> dict[str, str]:
     The name of the script that was started is that of its file. The configuration of a model folder is included.
     """
     files = {"the model's config.json": model_folder / "config.json"} if model_folder is not None else {}
-    for name in list(sys.modules):
+    for name in sorted(sys.modules.keys() - {"__mp_main__"}):  # multiprocessing's second name of the script
         if (file := _own_file(name)) is not None and file.suffix == ".py":
             files[f"the code of {file.name if name == '__main__' else name}"] = file
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
