@@ -181,6 +181,45 @@ def _llava() -> tuple[Any, Any]:
     return processor, transformers.LlavaOnevisionForConditionalGeneration(config)
 
 
+def _mistral3() -> tuple[Any, Any]:
+    transformers: Any = import_module("transformers")
+
+    tokenizer = _tokenizer(image_token="<image>")  # noqa: S106
+    images = transformers.PixtralImageProcessor(size={"longest_edge": 32}, patch_size=4)
+    places = {"image_token": "<image>", "image_break_token": "<start>", "image_end_token": "<stop>"}
+    template = TEMPLATE.replace("IMAGE", "<image>")
+    options: dict[str, Any] = {"patch_size": 4, "spatial_merge_size": 2, **places}
+    processor = transformers.PixtralProcessor(images, tokenizer, chat_template=template, **options)
+    config = transformers.Mistral3Config(
+        text_config={**_text(tokenizer), "model_type": "mistral"},
+        vision_config={**TOWER, "model_type": "pixtral", "num_hidden_layers": 2, "image_size": 32, "head_dim": 8},
+        **_ids(tokenizer, {"image_token_index": "<image>"}),
+    )
+    return processor, transformers.Mistral3ForConditionalGeneration(config)
+
+
+def _internvl() -> tuple[Any, Any]:
+    transformers: Any = import_module("transformers")
+
+    places = {"start_image_token": "<start>", "end_image_token": "<stop>", "context_image_token": "<image>"}
+    tokenizer = _tokenizer(**places, video_token="<video>")  # noqa: S106
+    images = transformers.GotOcr2ImageProcessor(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=3)
+    processor = transformers.InternVLProcessor(
+        images,
+        tokenizer,
+        transformers.InternVLVideoProcessor(),
+        image_seq_length=4,
+        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
+    )
+    config = transformers.InternVLConfig(
+        text_config={**_text(tokenizer), "model_type": "qwen2"},
+        vision_config={**TOWER, "num_hidden_layers": 2, "image_size": [16, 16], "patch_size": [4, 4]},
+        image_seq_length=4,
+        **_ids(tokenizer, {"image_token_id": "<image>"}),
+    )
+    return processor, transformers.InternVLForConditionalGeneration(config)
+
+
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen3,
@@ -188,6 +227,8 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gemma3": _gemma,
     "idefics3": _idefics,
     "llava_onevision": _llava,
+    "mistral3": _mistral3,
+    "internvl": _internvl,
 }
 
 
@@ -303,18 +344,23 @@ def plain_inputs(processor: Any, sample: dict[str, Any], folder: Path) -> tuple[
 
 @contextmanager
 def wide_norms() -> Generator[None]:
-    """Compute the norms of Gemma 3 in the dtype of their input, in this process.
+    """Compute norms in the dtype of their input, in this process.
 
-    `transformers` computes them in float32, and sums the gradients of their weights over the tokens of a forward in it.
-    So losses and gradients of float64 depend on the split of tokens over forwards and ranks, by 1e-7 of their sums.
+    `transformers` computes them in float32, and rounds gradients to it. So losses and gradients of float64 depend on
+    the split of tokens over forwards and ranks, by 1e-7 of their sums.
     """
-    gemma = import_module("transformers.models.gemma3.modeling_gemma3")
 
     def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * (1 + norm.weight)
+        is_gemma = hasattr(norm, "eps")
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + (norm.eps if is_gemma else norm.variance_epsilon))
+        return scaled * (1 + norm.weight if is_gemma else norm.weight)
 
+    names = {"gemma3": "Gemma3RMSNorm", "qwen2_5_vl": "Qwen2_5_VLRMSNorm"}
+    names |= {"pixtral": "PixtralRMSNorm", "mistral": "MistralRMSNorm"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemma.Gemma3RMSNorm, "forward", forward)
+        for family, name in names.items():
+            file = import_module(f"transformers.models.{family}.modeling_{family}")
+            patch.setattr(getattr(file, name), "forward", forward)
         yield
 
 

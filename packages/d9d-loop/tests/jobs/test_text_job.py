@@ -313,7 +313,7 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ),
         (
             {"mesh": {"context_parallel_replicate": 2}, "job": "reward"},
-            r"context_parallel_replicate = 2 is set, but job = reward; expected 1, or sft, dpo or pretrain. Remove it",
+            r"context_parallel_replicate = 2 is set, but job = reward; expected 1, or sft, vision, dpo or pretrain",
         ),
         ({"mesh": {"expert_parallel": 2}, "job": "embed"}, r"expert_parallel = 2 is set, but job = embed; expected 1"),
         ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),

@@ -291,11 +291,6 @@ def test_another_processor_is_other_data(model: Path, file: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"mesh": {"context_parallel_shard": 2}},
-            "mesh.context_parallel_shard = 2 is set, but job = vision; expected 1",
-        ),
-        ({"mesh": {"expert_parallel": 2}}, "mesh.expert_parallel = 2"),
         ({"dataset": {"files": ["x"], "text_pairs": "joined"}}, "text_pairs = joined, but job = vision; expected chat"),
         ({"job": "sft", "dataset": {"files": ["x"], "broken_images": "drop"}}, "broken_images is set, but job = sft"),
         (

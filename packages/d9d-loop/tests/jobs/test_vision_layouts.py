@@ -1,7 +1,9 @@
 """Vision-language models in layouts, compared with plain loops of `transformers` in float64."""
 
-from dataclasses import replace
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from vision_cases import (
     EAGER,
     FAMILIES,
     assert_trained,
-    losses_of,
+    chat,
+    image,
+    plain_inputs,
     plain_training,
     save_chats,
     save_model,
+    text,
     vision_config,
     wide_norms,
 )
@@ -24,7 +29,9 @@ from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.jobs.text_tasks import NextToken
-from d9d_loop.jobs.vision_data import ImageChats, image_chats
+from d9d_loop.jobs.vision_data import ImageCollator, image_chats
+from d9d_loop.model._hugging_face_context import _Parts, _RowsForward
+from d9d_metrics import read_metrics
 
 MESHES: dict[str, dict[str, int]] = {
     "one": {},
@@ -37,7 +44,20 @@ MESHES: dict[str, dict[str, int]] = {
     "pipeline x fsdp": {"pipeline_parallel": 2, "data_parallel_shard": 2},
     "pipeline x tensor": {"pipeline_parallel": 2, "tensor_parallel": 2},
     "fsdp x tensor": {"data_parallel_shard": 2, "tensor_parallel": 2},
+    "context": {"context_parallel_shard": 2},
+    "context replicas": {"context_parallel_replicate": 2},
+    "context x fsdp": {"context_parallel_shard": 2, "data_parallel_shard": 2},
+    "context x tensor": {"context_parallel_shard": 2, "tensor_parallel": 2},
+    "context x pipeline": {"context_parallel_shard": 2, "pipeline_parallel": 2},
 }
+EXPERTS: dict[str, dict[str, int]] = {
+    "fsdp": {"data_parallel_shard": 2},
+    "replicas x fsdp": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "tensor": {"tensor_parallel": 2},
+    "context": {"context_parallel_shard": 2},
+    "context x fsdp": {"context_parallel_shard": 2, "data_parallel_shard": 2},
+}
+"""Meshes whose experts are sharded over two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +73,26 @@ def _plain(released: dict[str, Any], family: str) -> tuple[list[float], dict[str
     return released["plain"][family]
 
 
-def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], num_stages: int = 1) -> None:
+def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], more: Any = None) -> None:
     transformers: Any = import_module("transformers")
 
     options: dict[str, Any] = {"dtype": torch.float64}
     options |= EAGER if "moe" in model.name else {}
-    stages = {"schedule": {"kind": "interleaved_1f1b", "stages_per_rank": num_stages}}
-    config = vision_config(model, file, runs, mesh=mesh, **({"pipeline": stages} if num_stages > 1 else {}))
+    config = vision_config(model, file, runs, mesh=mesh, **(more or {}))
     built = hugging_face_model(model, transformers.AutoModelForImageTextToText, **options)
     with wide_norms():
         Trainer(config, model=built, data=image_chats(config, print), task=NextToken(counts_skipped=True)).train()
 
 
 @pytest.mark.sample(
-    "one-qwen2_5_vl", "one-gemma3", "one-idefics3", "one-llava_onevision", "fsdp-qwen2_5_vl", "stages-gemma3"
+    "one-qwen2_5_vl",
+    "one-gemma3",
+    "one-idefics3",
+    "one-llava_onevision",
+    "fsdp-qwen2_5_vl",
+    "stages-gemma3",
+    "context-qwen3_vl",
+    "context-gemma3",
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
@@ -75,14 +101,25 @@ def test_losses_and_parameters_equal_those_of_a_plain_loop(
 ) -> None:
     losses, parameters = _plain(released, family)
     degrees = MESHES[mesh]
-    size = 1
-    for degree in degrees.values():
-        size *= degree
     arguments = (released["root"] / family, released["file"], tmp_path, degrees)
-    if size == 1:
-        _train(*arguments, num_stages=2 if mesh == "stages" else 1)
+    if (size := prod(degrees.values())) == 1:
+        stages = {"pipeline": {"schedule": {"kind": "interleaved_1f1b", "stages_per_rank": 2}}}
+        _train(*arguments, stages if mesh == "stages" else None)
     else:
         run_ranks(_train, *arguments, world_size=size)
+    assert_trained(tmp_path / "vision", losses, parameters)
+
+
+@pytest.mark.sample("fsdp")
+@pytest.mark.parametrize("mesh", EXPERTS)
+def test_losses_and_parameters_of_sharded_experts_equal_those_of_a_plain_loop(
+    mesh: str, released: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("d9d_moe")
+    losses, parameters = _plain(released, family := "qwen3_vl_moe")
+    degrees = {**EXPERTS[mesh], "expert_parallel": 2}
+    arguments = (released["root"] / family, released["file"], tmp_path, degrees)
+    run_ranks(_train, *arguments, world_size=prod(EXPERTS[mesh].values()))
     assert_trained(tmp_path / "vision", losses, parameters)
 
 
@@ -95,16 +132,104 @@ def test_features_of_images_that_enter_blocks_of_a_later_stage_are_an_error() ->
         built.build(StageInfo(0, 2))
 
 
-def test_images_in_another_order_would_be_found(
-    released: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_pixels_of_the_size_of_a_part_are_no_tokens(released: dict[str, Any], tmp_path: Path) -> None:
+    """A patch of the family has 96 values, and each of two ranks 96 tokens of the row.
+
+    Both ranks read the skipped sample.
+    """
+    transformers: Any = import_module("transformers")
+    _plain(released, family := "qwen2_5_vl")
+    model = released["root"] / family
+    processor, short = transformers.AutoProcessor.from_pretrained(model), chat([image(0), text("")], "a cat")
+    num_added = 192 - plain_inputs(processor, short, released["root"])[0]["input_ids"].shape[1]
+    assert num_added > 0
+    chats = [chat([image(0), text(num_added * "x")], "a cat"), chat(500 * "x", "y")]
+    file = save_chats(tmp_path, chats)
+    losses, parameters = plain_training(model, file, chats[:1] * 2, sizes=(1, 1))
+    data = {"files": [file], "length": 193, "too_long": "drop"}
+    options = {"dataset": data, "batch": {"global_size": 2, "microbatch_size": 1}}
+    run_ranks(_train, model, file, tmp_path, {"context_parallel_shard": 2}, options, world_size=2)
+    assert_trained(tmp_path / "vision", losses, parameters)
+    records = read_metrics(tmp_path / "vision" / "metrics.jsonl")
+    assert [each["skipped_samples"] for each in records if "skipped_samples" in each] == [1, 1]
+
+
+def test_images_of_other_families_are_an_error_on_context_parallel_ranks(
+    released: dict[str, Any], tmp_path: Path
 ) -> None:
-    losses, _ = _plain(released, "gemma3")
-    read = ImageChats.__getitem__
+    transformers: Any = import_module("transformers")
+    _plain(released, "qwen2_5_vl")
+    transformers.PaliGemmaConfig().save_pretrained(tmp_path / "model")
+    config = vision_config(tmp_path / "model", released["file"], tmp_path, mesh={"context_parallel_replicate": 2})
+    with pytest.raises(UserError, match=r"mesh\.context_parallel_replicate is set, but .*model is a paligemma"):
+        image_chats(config)
+    kind: Any = import_module("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+    model = kind.Qwen2_5_VLForConditionalGeneration(
+        transformers.AutoConfig.from_pretrained(released["root"] / "qwen2_5_vl")
+    )
+    model.config.model_type = "another"
+    forward: Any = _RowsForward(model, None, None)  # ty: ignore[invalid-argument-type]
+    with pytest.raises(UserError, match="got image_grid_thw for Qwen2_5_VLForConditionalGeneration on several context"):
+        forward(input_ids=torch.zeros(1, 4), image_grid_thw=torch.ones(1, 3))
 
-    def reversed_images(chats: ImageChats, index: int) -> Any:
-        rows: Any = read(chats, index)
-        return [replace(row, images=row.images[::-1]) for row in rows]
 
-    monkeypatch.setattr(ImageChats, "__getitem__", reversed_images)
-    _train(released["root"] / "gemma3", released["file"], tmp_path, {})
-    assert losses_of(tmp_path / "vision") != pytest.approx(losses, rel=1e-6)
+@contextmanager
+def _mutant(name: str) -> Generator[None]:
+    """Apply a bug of the tower, of its features, or of the batch on a rank."""
+    kind: Any = import_module("transformers.models.qwen3_vl.modeling_qwen3_vl").Qwen3VLModel
+    find, collate, split = kind.get_image_features, ImageCollator.__call__, _Parts.split_features
+
+    def features(*args: Any, **options: Any) -> Any:
+        found = find(*args, **options)
+        parts, rank = found.pooler_output, torch.distributed.get_rank()
+        changed = {
+            "features in another order": parts[::-1],
+            "a rank skips the tower": [each * (rank == 0) for each in parts],
+            "a gradient is summed twice": [2 * each - each.detach() for each in parts],
+            "a rank has no gradient": [each * (rank == 0) + each.detach() * (rank != 0) for each in parts],
+        }
+        found.pooler_output = changed.get(name, parts)
+        return found
+
+    def batches(*args: Any) -> Any:
+        batch: Any = collate(*args)
+        following = batch["input_ids"].roll(-1, 1)
+        if name == "image tokens in the loss":
+            return {**batch, "labels": following.where(batch["mm_token_type_ids"].roll(-1, 1) == 1, batch["labels"])}
+        return {**batch, "pixel_values": 2 * batch["pixel_values"] - 1} if name == "normalized twice" else batch
+
+    def splits(*args: Any) -> Any:
+        found = split(*args)
+        if name == "features of another token enter later" and (deep := found[1].get("deepstack_visual_embeds")):
+            found[1]["deepstack_visual_embeds"] = [each.roll(1, 0) for each in deep]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "get_image_features", features)
+        patch.setattr(ImageCollator, "__call__", batches)
+        patch.setattr(_Parts, "split_features", splits)
+        if name == "positions of other tokens":
+            rope = kind.get_rope_index
+            patch.setattr(kind, "get_rope_index", lambda *args, **kw: (rope(*args, **kw)[0].roll(1, -1), None))
+        yield
+
+
+def _train_mutant(name: str, *arguments: Any) -> None:
+    with _mutant(name):
+        _train(*arguments)
+
+
+@pytest.mark.sample("a gradient is summed twice")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("features in another order", "a rank skips the tower", "a gradient is summed twice"),
+        *("a rank has no gradient", "image tokens in the loss", "normalized twice", "positions of other tokens"),
+        "features of another token enter later",
+    ],
+)
+def test_a_mutant_is_found(name: str, released: dict[str, Any], tmp_path: Path) -> None:
+    plain, mesh = _plain(released, "qwen3_vl"), {"context_parallel_shard": 2}
+    run_ranks(_train_mutant, name, released["root"] / "qwen3_vl", released["file"], tmp_path, mesh, world_size=2)
+    with pytest.raises(AssertionError):
+        assert_trained(tmp_path / "vision", *plain)

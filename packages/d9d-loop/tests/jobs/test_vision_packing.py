@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from itertools import chain, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ MESHES: dict[str, dict[str, int]] = {
     "replicas": {"data_parallel_replicate": 2},
     "pipeline": {"pipeline_parallel": 2},
     "fsdp x tensor": {"data_parallel_shard": 2, "tensor_parallel": 2},
+    "context": {"context_parallel_shard": 2},
+    "context x fsdp": {"context_parallel_shard": 2, "data_parallel_shard": 2},
 }
 LENGTHS = {"gemma3": 110}
 """Row lengths that give three or four rows of the chats: two steps."""
@@ -97,7 +100,7 @@ def test_losses_and_parameters_equal_those_of_one_sample_at_a_time(
     if mesh == "one":
         _train(*arguments)
     else:
-        run_ranks(_train, *arguments, world_size=4 if "tensor" in mesh else 2)
+        run_ranks(_train, *arguments, world_size=prod(MESHES[mesh].values()))
     assert_trained(tmp_path / "vision", losses, parameters)
 
 
@@ -194,8 +197,11 @@ def test_samples_that_do_not_fit_are_skipped_or_cut_as_in_batches(released: dict
     assert batch["num_skipped"] == 0
     assert "attention_mask" not in batch
     lines = write_lines(tmp_path / "none.jsonl", samples[2:4])
-    with pytest.raises(UserError, match=r"the first 2 samples are skipped, .*dataset\.length = 32"):
+    with pytest.raises(UserError, match=r"all 2 training samples are skipped, .*dataset\.length = 32"):
         packed_image_chats(_config(model, lines, tmp_path, dataset={"length": 32}))
+    held_out = {"length": 32, "evaluation_files": [lines]}
+    with pytest.raises(UserError, match="all 2 held-out samples are skipped"):
+        packed_image_chats(_config(model, file, tmp_path, dataset=held_out))
     refuse = _config(model, file, tmp_path, dataset={"length": 32, "too_long": "refuse"})
     with pytest.raises(UserError, match=r"chats\.jsonl, line 2: the sample has \d+ tokens; .*dataset\.length = 32"):
         packed_image_chats(refuse)
@@ -266,7 +272,7 @@ def test_a_model_whose_samples_would_change_each_other_is_an_error(released: dic
     _plain(released, "qwen2_5_vl")
     (tmp_path / "model").mkdir()
     transformers.PaliGemmaConfig().save_pretrained(tmp_path / "model")
-    with pytest.raises(UserError, match=r"packing = true, but .*model is a paligemma, whose samples .*expected gemma3"):
+    with pytest.raises(UserError, match=r"packing is set, but .*model is a paligemma, for .*expected gemma3"):
         RowPacker.of(_config(tmp_path / "model", released["file"], tmp_path))
     with pytest.raises(UserError, match=r"image_chats: got dataset\.packing = true; expected false"):
         image_chats(_config(released["root"] / "qwen2_5_vl", released["file"], tmp_path))

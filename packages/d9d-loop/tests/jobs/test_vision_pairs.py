@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "fsdp": {"data_parallel_shard": 2},
     "tensor": {"tensor_parallel": 2},
     "pipeline": {"pipeline_parallel": 2},
+    "context": {"context_parallel_shard": 2},
 }
 
 

@@ -71,11 +71,11 @@ def _score(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> list[di
 
 
 @pytest.mark.sample("one", "fsdp")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "context"])
 def test_scores_of_an_engine_equal_those_of_a_plain_forward(
     layout: str, released: dict[str, Any], tmp_path: Path
 ) -> None:
-    mesh = LAYOUTS[layout]
+    mesh = LAYOUTS.get(layout, {"context_parallel_shard": 2})
     arguments = (released["model"], released["file"], tmp_path, mesh)
     ranks = [_score(*arguments)] if layout == "one" else run_ranks(_score, *arguments, world_size=2)
     num_data = mesh.get("data_parallel_shard", 1)

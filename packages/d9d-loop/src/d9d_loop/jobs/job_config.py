@@ -238,13 +238,13 @@ class TextJobConfig(JobFileConfig):
     def _has_what_packing_needs(self) -> Self:
         if self.dataset.packing and self.job not in PACKED_JOBS:
             raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")
-        if self.job not in OWN_JOBS:
+        if self.job not in GENERATING_JOBS:
             axes = ("expert_parallel", "context_parallel_shard", "context_parallel_replicate")
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
             if split:
                 raise ValueError(
-                    f"{split[0]} is set, but job = {self.job}; expected 1, or {_or(OWN_JOBS)}. Remove it, or shard "
-                    "with mesh.data_parallel_shard"
+                    f"{split[0]} is set, but job = {self.job}; expected 1, or {_or(GENERATING_JOBS)}. Remove it, "
+                    "or shard with mesh.data_parallel_shard"
                 )
         if not self.has_own_model:
             return self

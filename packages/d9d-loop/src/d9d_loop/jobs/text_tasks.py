@@ -40,6 +40,14 @@ def _padded(batch: Batch, multiple: int) -> tuple[Batch, int]:
     return {**batch, **added}, num_added
 
 
+def _split(batch: Batch, split: ContextSplit) -> Batch:
+    """Return this rank's part of the entries with a value per token. The first rank counts skipped samples."""
+    own = {key: split.split(each, dim=-1) for key, each in batch.items() if key in PER_TOKEN}
+    if split.mesh.get_local_rank() and "num_skipped" in batch:
+        own["num_skipped"] = torch.zeros_like(batch["num_skipped"])
+    return {**batch, **own}
+
+
 @final
 class NextToken(Task):
     """Prediction of the next token: the sum of the cross entropies of all labels, in nats.
@@ -76,8 +84,8 @@ class NextToken(Task):
             metrics["skipped_samples"].update(batch["num_skipped"])
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
-        """Return this context-parallel rank's part of the rows; the model finds their positions."""
-        return split.split(batch)
+        """Return this context-parallel rank's part of the rows, and all images; the model finds the positions."""
+        return _split(batch, split)
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed cross entropy and the number of labels."""
@@ -195,7 +203,7 @@ class Prefer(Task):
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Any:
         """Return this context-parallel rank's part of the answers, with the mesh of the split as `cp`."""
-        return {**split.split(batch, dim=-1), "cp": split.mesh}
+        return {**_split(batch, split), "cp": split.mesh}
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed losses of the pairs."""

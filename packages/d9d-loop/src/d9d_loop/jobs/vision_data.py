@@ -40,7 +40,7 @@ from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import OnBroken, TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_template, samples_of
 from d9d_loop.jobs.text_tasks import PER_TOKEN
-from d9d_loop.jobs.vision_packing import PackedImages, RowPacker, image_lengths
+from d9d_loop.jobs.vision_packing import PackedImages, RowPacker, check_family, image_lengths
 from d9d_loop.model.hugging_face_model import read_config
 
 _logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def image_chats(config: TextJobConfig, note: Note = _logger.info, *, pairs: bool
     training, evaluation, collate = _chats(config, note, num_each=2 if pairs else 1)
     data, num_tried = config.dataset, min(len(training), _NUM_TRIED)
     if all(int(collate([training[index]])["num_skipped"]) for index in range(num_tried)):
-        raise _skipped(num_tried, data)
+        raise _skipped(f"the first {num_tried} samples", data)
     return dataset_of(training, evaluation, config, collate=collate)
 
 
@@ -104,10 +104,11 @@ def packed_image_chats(config: TextJobConfig, note: Note = _logger.info) -> Pack
     packer = RowPacker.of(config)
     training, evaluation, collate = _chats(config, note, packer=packer)
     lengths = []
-    for samples in (each for each in (training, evaluation) if each is not None):
+    both = (("training", training), ("held-out", evaluation))
+    for kind, samples in ((kind, each) for kind, each in both if each is not None):
         lengths.append(image_lengths(samples, collate, config))
         if not any(lengths[-1]):
-            raise _skipped(len(samples), config.dataset)
+            raise _skipped(f"all {len(samples)} {kind} samples", config.dataset)
         if num_skipped := lengths[-1].count(0):
             note(
                 f"of {len(samples)} conversations, {num_skipped} are skipped, see dataset.too_long and "
@@ -120,6 +121,9 @@ def _chats(
     config: TextJobConfig, note: Note, *, num_each: int = 1, packer: RowPacker | None = None
 ) -> tuple[Samples, Samples | None, "ImageCollator"]:
     """Return the training and the held-out samples of a job, and their collator."""
+    for axis in ("context_parallel_shard", "context_parallel_replicate"):
+        if getattr(config.mesh, axis) > 1:
+            check_family(config, f"mesh.{axis}")
     processor, tokenizer, data = (
         read_processor(config.model.tokenizer or config.model.folder),
         chat_tokenizer(config),
@@ -132,9 +136,9 @@ def _chats(
     return training, evaluation, ImageCollator(processor, tokenizer, data, num_each=num_each, packer=packer)
 
 
-def _skipped(count: int, data: TextDataConfig) -> UserError:
+def _skipped(what: str, data: TextDataConfig) -> UserError:
     return UserError(
-        f"the first {count} samples are skipped, because their images or their first label do not fit into "
+        f"{what} are skipped, because their images or their first label do not fit into "
         f"dataset.length = {data.length} tokens, or because of dataset.broken_images; expected samples to train "
         "on. Increase the length, or make images smaller in the files of the processor."
     )

@@ -24,10 +24,21 @@ from d9d_loop.data.token_file_writer import PartialFolder, write_once
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_model import auto_class
 from d9d_loop.jobs.text_tasks import PER_TOKEN
+from d9d_loop.model._hugging_face_context import IMAGE_MODELS
 from d9d_loop.model.hugging_face_model import read_config
 
-PACKED_MODELS = frozenset(("gemma3", "idefics3", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"))
-"""Values of `model_type` of models that compute each sample of a row as if it was alone."""
+
+def check_family(config: TextJobConfig, key: str) -> Any:
+    """Return the configuration of the model of a job; raise `UserError` if the setting `key` may change its numbers."""
+    folder = config.model.folder
+    assert folder is not None
+    found = read_config(folder, auto_class(config.job), config.model.entries)
+    if found.model_type not in IMAGE_MODELS:
+        raise UserError(
+            f"{key} is set, but {folder} is a {found.model_type}, for which it is not compared with whole single "
+            f"samples; expected {', '.join(sorted(IMAGE_MODELS))}. Remove {key}."
+        )
+    return found
 
 
 @final
@@ -45,22 +56,15 @@ class RowPacker:
     @staticmethod
     def of(config: TextJobConfig) -> "RowPacker":
         """Return the packer for the model of a job; raise `UserError` if samples of a row would see each other."""
-        folder, auto = config.model.folder, auto_class(config.job)
-        assert folder is not None
-        found = read_config(folder, auto, config.model.entries)
-        if found.model_type not in PACKED_MODELS:
-            raise UserError(
-                f"dataset.packing = true, but {folder} is a {found.model_type}, whose samples of a row may change each "
-                f"other; expected {', '.join(sorted(PACKED_MODELS))}. Set dataset.packing = false."
-            )
+        found = check_family(config, "dataset.packing")
         used = {found._attn_implementation, found.get_text_config()._attn_implementation} - {None, "sdpa", "eager"}
         if used:
             raise UserError(
-                f"dataset.packing = true, but {folder} has the attention {', '.join(sorted(used))}, which would not "
-                "separate the samples of a row; expected sdpa or eager. Remove model.attn_implementation."
+                f"dataset.packing is set, but {config.model.folder} has the attention {', '.join(sorted(used))}, which "
+                "mixes the samples of a row; expected sdpa or eager. Remove model.attn_implementation."
             )
         with torch.device("meta"):
-            whole = auto.from_config(found)
+            whole = auto_class(config.job).from_config(found)
         model = next((each for each in whole.modules() if hasattr(each, "get_rope_index")), None)
         if model is not None:
             model._modules.clear()  # the method reads only the configuration

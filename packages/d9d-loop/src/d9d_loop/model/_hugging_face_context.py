@@ -7,6 +7,7 @@ positions in another way compute whole rows on each rank, of which the loss uses
 """
 
 from functools import partial
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -18,6 +19,11 @@ from d9d_dist import ContextSplit, UserError, sdpa_attention
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_loop.model._block_trace import tensors_in, without_cache
 from d9d_loop.model._context_trace import Dims, trace_context, with_value
+
+IMAGE_MODELS = frozenset(
+    ("gemma3", "idefics3", "internvl", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+)
+"""Values of `model_type` whose parts of rows, and samples of a packed row, are compared with single samples."""
 
 
 def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
@@ -49,6 +55,9 @@ def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
         else:
             module.register_forward_pre_hook(partial(parts.gather, rows.inputs), with_kwargs=True)
         module.register_forward_hook(partial(parts.split_output, rows.outputs))
+    for module in model.modules():
+        if "deepstack_visual_embeds" in signature(module.forward).parameters:
+            module.register_forward_pre_hook(parts.split_features, with_kwargs=True)
     for splits, block in zip(trace.splits, blocks, strict=False):  # the planner drops repeated blocks
         block.register_forward_pre_hook(partial(parts.split, splits), with_kwargs=True)
     without_cache(model.config)
@@ -113,6 +122,16 @@ class _Parts:
         """Return the arguments of a block, split at the dims of its trace."""
         return self._map(self._part, dims, (args, kwargs), self.whole_length)
 
+    def split_features(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a decoder that adds features of images behind its blocks, for this rank's tokens."""
+        if (features := kwargs.get("deepstack_visual_embeds")) is None:
+            return args, kwargs
+        is_image = kwargs["visual_pos_masks"]
+        own = self._split.split(is_image)
+        indices = self._split.split(is_image.flatten().cumsum(0).view_as(is_image) - 1)[own]
+        kwargs["deepstack_visual_embeds"] = [each[indices] for each in features]
+        return args, {**kwargs, "visual_pos_masks": own}
+
     def split_output(self, dims: Dims, module: nn.Module, args: Any, output: Any) -> Any:
         """Return this rank's part of the output of a module that computes whole rows."""
         return self._map(self._split.split, dims, output, self.whole_length)
@@ -150,6 +169,9 @@ class _RowsForward:
     def __init__(self, model: Any, split: ContextSplit, parts: _Parts) -> None:
         self._forward, self._split, self._parts = model.forward, split, parts
         self._name, self._model_name = model.main_input_name, type(model).__name__
+        self._model_type: str = model.config.model_type
+        tower = getattr(model.base_model, "get_image_features", None)
+        self._of_images = frozenset(() if tower is None else signature(tower).parameters)
 
     def __call__(self, *first: Any, **shared: Any) -> Any:
         if self._name not in shared:
@@ -162,10 +184,18 @@ class _RowsForward:
                 f"got labels for {self._model_name} on several context-parallel ranks, which shifts them inside of a "
                 "rank's part; expected labels that are shifted before the split. Compute the loss in the task."
             )
+        if self._model_type not in IMAGE_MODELS and (found := sorted(self._of_images & shared.keys())):
+            raise UserError(
+                f"got {found[0]} for {self._model_name} on several context-parallel ranks; expected texts only, or "
+                f"one of {', '.join(sorted(IMAGE_MODELS))}. Set mesh.context_parallel_shard to 1."
+            )
         shape = shared[self._name].shape[:2]
         shared = {
-            key: self._split.join(value, gradient="partial")
-            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == shape[1]
+            key: self._split.join(value, dim=dim, gradient="partial")
+            if isinstance(value, Tensor)
+            and key not in self._of_images
+            and value.dim() > 1
+            and value.shape[dim := -1 if key == "position_ids" else 1] == shape[1]
             else value
             for key, value in shared.items()
         }
