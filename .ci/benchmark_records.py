@@ -6,6 +6,8 @@
 With `--compare`, print the ratios that are more than 5 % above those of the last record on an equal machine, and end
 with code 1 if there are any.
 
+`load` is the load of the machine before the benchmark: ratios of a busy machine are not figures of an idle one.
+
 A record is one entry of `benchmarks/records/<name>.json` beside the benchmark. Commit it with the change that it
 measures: the page shows the last record and its change since the one before on an equal machine.
 """
@@ -75,6 +77,7 @@ def slower(entries: list[dict[str, Any]]) -> list[str]:
 def record(benchmark: Path, arguments: list[str], note: str) -> tuple[Path, list[str]]:
     """Run a benchmark and append its record; return the file, and the ratios that got worse."""
     command = [sys.executable, str(benchmark), *arguments]
+    load = os.getloadavg()[0]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     import torch  # noqa: PLC0415
 
@@ -84,6 +87,7 @@ def record(benchmark: Path, arguments: list[str], note: str) -> tuple[Path, list
         "torch": torch.__version__,
         "python": platform.python_version(),
         "arguments": arguments,
+        "load": round(load, 1),
         "note": note,
         "figures": read_output(done.stdout),
     }

@@ -1,6 +1,8 @@
 """Generate the page of benchmarks from the committed records while the documentation is built."""
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,15 @@ The last column compares with the record before it on an equal machine; a change
 such a record it is empty. Benchmarks that compare with another library do so in the same run, and print the ratio.
 Most of these records were made on a machine that other work kept busy: read the ratios, not the seconds.
 """
+TARGETS = """
+## Targets
+
+A target is a ratio to a peer in the same run; less is faster. A row that does not meet its target says what bounds it.
+The figures are those of the last record below; numbers in the last column are measured in the same run.
+
+| What | Target | Reached | |
+| --- | --- | --- | --- |
+"""
 
 
 def change(new: float, old: float | None) -> str:
@@ -28,6 +39,22 @@ def change(new: float, old: float | None) -> str:
     return f"**{text}**" if abs(relative) > FLAGGED else text
 
 
+def targets(rows: list[dict[str, Any]], records: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a line per target; `{name}` in the text of a bound is a figure of the record."""
+    lines = []
+    for row in rows:
+        arguments = row.get("arguments", [])
+        entries = [each for each in records[row["benchmark"]] if each["arguments"] == arguments]
+        figures = entries[-1]["figures"]
+        reached = figures[row["figure"]]
+        bound = re.sub(r"\{(.+?)\}", lambda match: f"{figures[match[1]]:.4g}", row.get("bound", ""))
+        if reached > row["target"] and not bound:
+            raise ValueError(f"got {reached} for {row['what']!r}, above its target, without a bound; say what bounds it.")
+        text = "reached" if reached <= row["target"] else bound
+        lines.append(f"| {row['what']} | {row['target']:g} | {reached:.3g} | {text} |")
+    return lines
+
+
 def table(entries: list[dict[str, Any]]) -> list[str]:
     """Return the table of the last record."""
     last = entries[-1]
@@ -35,9 +62,10 @@ def table(entries: list[dict[str, Any]]) -> list[str]:
     before: dict[str, Any] = next(
         (each for each in reversed(entries[:-1]) if all(each[key] == last[key] for key in keys)), {"figures": {}}
     )
+    load = f" Load before the run: {last['load']}." if "load" in last else ""
     note = f" {last['note']}" if last["note"] else ""
     lines = [
-        f"{last['date']}, {last['machine']}, torch {last['torch']}, Python {last['python']}.{note}",
+        f"{last['date']}, {last['machine']}, torch {last['torch']}, Python {last['python']}.{load}{note}",
         "",
         "| Figure | Value | Change |",
         "| --- | --- | --- |",
@@ -50,16 +78,22 @@ def table(entries: list[dict[str, Any]]) -> list[str]:
 
 def page() -> str:
     """Return the page."""
-    lines = [INTRODUCTION]
-    for path in sorted(ROOT.glob("packages/*/benchmarks/records/*.json")):
-        package = path.parents[2].name
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        lines += [f"\n## {package}: {path.stem.replace('_', ' ')}\n", *table(entries)]
-    recorded = {(path.parents[2].name, path.stem) for path in ROOT.glob("packages/*/benchmarks/records/*.json")}
+    records: dict[str, list[dict[str, Any]]] = {
+        f"{path.parents[2].name}/{path.stem}": json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(ROOT.glob("packages/*/benchmarks/records/*.json"))
+    }
+    rows = tomllib.loads((ROOT / ".ci" / "benchmark_targets.toml").read_text(encoding="utf-8"))["target"]
+    lines = [INTRODUCTION, TARGETS.strip(), *targets(rows, records)]
+    for name, entries in records.items():
+        package, _, benchmark = name.partition("/")
+        lines.append(f"\n## {package}: {benchmark.replace('_', ' ')}\n")
+        for arguments in {" ".join(each["arguments"]): each["arguments"] for each in entries}.values():
+            lines += [f"\n`{' '.join(arguments)}`: "] if arguments else []
+            lines += table([each for each in entries if each["arguments"] == arguments])
     others = [
         f"`{path.relative_to(ROOT)}`"
         for path in sorted(ROOT.glob("packages/*/benchmarks/*.py"))
-        if (path.parents[1].name, path.stem) not in recorded
+        if f"{path.parents[1].name}/{path.stem}" not in records
     ]
     lines += ["\n## Without a record\n", "Their figures, if any, are in the README of the package.\n"]
     lines += [f"- {other}" for other in others]

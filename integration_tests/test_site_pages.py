@@ -9,7 +9,7 @@ pytest.importorskip("mkdocs", reason="needs the dependency group docs; .ci/run r
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / ".ci"))
 from benchmark_records import read_output, slower  # noqa: E402
-from docs_benchmarks import change, table  # noqa: E402
+from docs_benchmarks import change, page, table, targets  # noqa: E402
 from docs_llms import first_sentence  # noqa: E402
 from docs_reference import SOURCE, exported, pages  # noqa: E402
 from docs_site import on_page_markdown  # noqa: E402
@@ -32,6 +32,23 @@ def test_a_record_is_compared_with_the_one_before_on_an_equal_machine() -> None:
     assert table([elsewhere, last])[-1] == "| ratio | 1.1 |  |"
     assert slower([first, elsewhere, last]) == ["ratio: 1 -> 1.1"]
     assert slower([last, elsewhere, first]) == slower([elsewhere, last]) == []
+
+
+def test_a_target_that_is_not_reached_says_what_bounds_it() -> None:
+    records = {"a/b": [{"arguments": [], "figures": {"ratio": 1.2, "copy.s": 0.5}}]}
+    row = {"what": "x", "benchmark": "a/b", "figure": "ratio", "target": 1.0, "bound": "a copy takes {copy.s} s"}
+    assert targets([row, {**row, "target": 1.3}], records) == [
+        "| x | 1 | 1.2 | a copy takes 0.5 s |",
+        "| x | 1.3 | 1.2 | reached |",
+    ]
+    with pytest.raises(ValueError, match="without a bound"):
+        targets([{**row, "bound": ""}], records)
+
+
+def test_the_page_of_benchmarks_is_made_of_the_records() -> None:
+    text = page()
+    assert text.count("\n## Targets\n") == 1
+    assert "/start_from_function.py`" in text.partition("## Without a record")[2]
 
 
 def test_numbers_of_a_benchmark_are_read_by_name() -> None:

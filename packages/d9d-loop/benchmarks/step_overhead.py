@@ -17,9 +17,11 @@ import importlib
 import importlib.util
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,7 +211,8 @@ def seconds_of_step(train: Train, samples: list[Batch], steps: int, build: Build
     times = []
     for length in (steps, short):
         begin = clock()
-        train(samples, length, build)
+        with redirect_stdout(sys.stderr):  # the Trainer of transformers prints its figures
+            train(samples, length, build)
         times.append(clock() - begin)
     return (times[0] - times[1]) / (steps - short)
 
