@@ -49,7 +49,9 @@ def targets(rows: list[dict[str, Any]], records: dict[str, list[dict[str, Any]]]
         reached = figures[row["figure"]]
         bound = re.sub(r"\{(.+?)\}", lambda match: f"{figures[match[1]]:.4g}", row.get("bound", ""))
         if reached > row["target"] and not bound:
-            raise ValueError(f"got {reached} for {row['what']!r}, above its target, without a bound; say what bounds it.")
+            raise ValueError(
+                f"got {reached} for {row['what']!r}, above its target, without a bound; say what bounds it."
+            )
         text = "reached" if reached <= row["target"] else bound
         lines.append(f"| {row['what']} | {row['target']:g} | {reached:.3g} | {text} |")
     return lines

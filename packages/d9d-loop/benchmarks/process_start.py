@@ -174,7 +174,9 @@ def imports(names: list[str], repeats: int) -> dict[str, Any]:
 
     own = [name for name in loaded if name.split(".")[0].startswith("d9d")]
     # What torch's modules load of the standard library belongs to them, so it is measured with them.
-    others = [name for name in loaded if name not in {*own, *torchs} and name.split(".")[0] not in sys.stdlib_module_names]
+    others = [
+        name for name in loaded if name not in {*own, *torchs} and name.split(".")[0] not in sys.stdlib_module_names
+    ]
     calls = {
         "torch": lambda: again(torchs),
         "package": ours,
@@ -185,7 +187,14 @@ def imports(names: list[str], repeats: int) -> dict[str, Any]:
 
 def plan(repeats: int) -> dict[str, Any]:
     """Measure `d9d-plan` for two clusters, and for a batch that does not fit its ranks."""
-    words = [sys.executable, "-m", "d9d_loop.planning", str(ROOT / "examples" / "pretrain.toml"), "--hardware", "h100-dgx"]
+    words = [
+        sys.executable,
+        "-m",
+        "d9d_loop.planning",
+        str(ROOT / "examples" / "pretrain.toml"),
+        "--hardware",
+        "h100-dgx",
+    ]
 
     def of(ranks: int, batch: int, code: int = 0) -> Callable[[], tuple[float, float]]:
         sizes = ["--world-size", str(ranks), "--batch.global_size", str(batch)]
