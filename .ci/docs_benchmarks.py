@@ -47,7 +47,9 @@ def targets(rows: list[dict[str, Any]], records: dict[str, list[dict[str, Any]]]
         entries = [each for each in records[row["benchmark"]] if each["arguments"] == arguments]
         figures = entries[-1]["figures"]
         reached = figures[row["figure"]]
-        bound = re.sub(r"\{(.+?)\}", lambda match: f"{figures[match[1]]:.4g}", row.get("bound", ""))
+        bound = row.get("bound", "")
+        for name in re.findall(r"\{(.+?)\}", bound):
+            bound = bound.replace(f"{{{name}}}", f"{figures[name]:,.4g}")
         if reached > row["target"] and not bound:
             raise ValueError(
                 f"got {reached} for {row['what']!r}, above its target, without a bound; say what bounds it."

@@ -6,9 +6,9 @@
 Each is a process of its own with cached bytecode; the processes of a row alternate, every other round in reverse order.
 
 - `start`: the MLP of `step_overhead.py`, trained by the `Trainer` with its defaults, a plain loop and Accelerate.
-- `imports`: the names that a job needs, and all public names of each package, after `import torch`. The peer imports the
-  modules of torch that these names loaded, in the same order. `torch and others` adds those of other libraries.
-- `plan`: `d9d-plan` of `examples/pretrain.toml`, beside `import torch` alone, and a batch that does not fit the ranks.
+- `imports`: the names that a job needs, and all public names of each package, after `import torch`. The peer imports
+  the modules of torch that these names loaded, in the same order. `torch and others` adds those of other libraries.
+- `plan`: `d9d-plan` of `examples/plan_qwen3_30b.toml`, beside `import torch`, and a batch that does not fit.
 """
 
 import argparse
@@ -61,7 +61,7 @@ for batch in loader:
     optimizer.step()
     {FIRST_STEP}
 """,
-    "d9d": f"""
+    "d9d": """
 import os
 import torch
 from torch import nn
@@ -70,14 +70,14 @@ from d9d_loop import Loss, OptimizerDone, Task, Trainer, TrainerConfig
 torch.set_num_threads(1)
 class Regression(Task):
     def inputs(self, batch):
-        return {{"input": batch["x"]}}
+        return {"input": batch["x"]}
     def loss(self, outputs, batch):
         return Loss(F.mse_loss(outputs, batch["y"], reduction="sum"), weight=outputs.numel())
-config = TrainerConfig.model_validate({{
-    "steps": 1, "batch": {{"global_size": 16}}, "run": {{"folder": "job"}}, "optimizer": {{"learning_rate": 1e-3}},
-    "gradients": {{"max_norm": 1.0}},
-}})
-samples = [{{"x": torch.randn(64), "y": torch.randn(1)}} for _ in range(64)]
+config = TrainerConfig.model_validate({
+    "steps": 1, "batch": {"global_size": 16}, "run": {"folder": "job"}, "optimizer": {"learning_rate": 1e-3},
+    "gradients": {"max_norm": 1.0},
+})
+samples = [{"x": torch.randn(64), "y": torch.randn(1)} for _ in range(64)]
 build = lambda stage: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 trainer = Trainer(config, model=build, data=samples, task=Regression())
 def stop(event):
@@ -187,14 +187,8 @@ def imports(names: list[str], repeats: int) -> dict[str, Any]:
 
 def plan(repeats: int) -> dict[str, Any]:
     """Measure `d9d-plan` for two clusters, and for a batch that does not fit its ranks."""
-    words = [
-        sys.executable,
-        "-m",
-        "d9d_loop.planning",
-        str(ROOT / "examples" / "pretrain.toml"),
-        "--hardware",
-        "h100-dgx",
-    ]
+    job = str(ROOT / "examples" / "plan_qwen3_30b.toml")
+    words = [sys.executable, "-m", "d9d_loop.planning", job, "--hardware", "h100-dgx"]
 
     def of(ranks: int, batch: int, code: int = 0) -> Callable[[], tuple[float, float]]:
         sizes = ["--world-size", str(ranks), "--batch.global_size", str(batch)]

@@ -197,11 +197,10 @@ def test_roles_of_the_whole_model_apply_to_its_sharded_parameters() -> None:
 
 def test_a_pattern_must_match_only_in_a_whole_model() -> None:
     config = AdamWConfig(groups=(GroupConfig(pattern="nrom"),))
-    for refuse in (config.build, config.check):
-        with pytest.raises(
-            UserError, match=r"pattern = 'nrom' matches no trainable parameter; expected at least one of 0\.w"
-        ):
-            refuse(_model())
+    with pytest.raises(
+        UserError, match=r"pattern = 'nrom' matches no trainable parameter; expected at least one of 0\.w"
+    ):
+        config.build(_model())
     assert len(config.build(_model(), whole=False).param_groups) == 2
     model = _model()
     model.get_parameter("2.weight").requires_grad_(False)
@@ -215,7 +214,7 @@ def test_a_stage_may_have_no_parameters_for_an_optimizer() -> None:
     assert _members(config.build(stage, whole=False)) == [(["weight", "bias"], 0.01, 0.0)]
     assert _members(config.build(nn.Identity(), whole=False)) == [([], 1e-3, 0.1)]
     assert StochasticAdamWConfig().build(nn.Identity(), whole=False).param_groups[0]["params"] == []
-    MuonConfig().check(nn.Linear(2, 3, bias=False, device="meta"))
+    MuonConfig().build(nn.Linear(2, 3, bias=False, device="meta"))
 
 
 def test_every_optimizer_can_be_configured_by_its_kind() -> None:

@@ -264,13 +264,13 @@ class _SoftmaxSums:
         self.label_t += (x_tv.gather(-1, own_t1) * is_own_t1).squeeze(-1)
         if self._with_totals:
             self.total_t += x_tv.sum(dim=-1)
-        log_p_tv = x_tv.log_softmax(dim=-1)
-        # lse = x - log_p holds for every logit. At the largest one, cancellation loses the fewest digits.
-        block_lse_t = x_tv.amax(dim=-1) - log_p_tv.amax(dim=-1)
+        p_tv = x_tv.softmax(dim=-1)
+        # lse = x - log p holds for every logit. The largest p is at least 1 / v, so its logarithm is exact to rounding.
+        block_lse_t = x_tv.amax(dim=-1) - p_tv.amax(dim=-1).log_()
         before_t, self.lse_t = self.lse_t, torch.logaddexp(self.lse_t, block_lse_t)
         if self._with_gradient:
             self.mean_tD *= (before_t - self.lse_t).exp_().unsqueeze(-1)
-            self._add_rows(rows_vD, log_p_tv.exp_(), vocabulary.slope(x_tv), (block_lse_t - self.lse_t).exp_())
+            self._add_rows(rows_vD, p_tv, vocabulary.slope(x_tv), (block_lse_t - self.lse_t).exp_())
 
     def _add_rows(self, rows_vD: Tensor, p_tv: Tensor, slope_tv: Tensor | None, share_t: Tensor) -> None:
         """Add the block's mean row, weighted by `share_t`, the block's share of the softmax mass so far."""

@@ -187,7 +187,8 @@ def _grouped_mm(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
 
 def _grouped_mm_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
     num_outputs, num_inputs = y_NO.shape[1], x_NI.shape[1]
-    y_NO, x_NI = (F.pad(each, (0, _missing(each.shape[1], each.dtype))) for each in (y_NO, x_NI))
+    outer, inner = (_missing(size, x_NI.dtype) for size in (num_outputs, num_inputs))
+    y_NO, x_NI = F.pad(y_NO, (0, outer)) if outer else y_NO, F.pad(x_NI, (0, inner)) if inner else x_NI
     weight_GOI = F.grouped_mm(y_NO.T, x_NI, offs=counts_G.cumsum(0, dtype=torch.int32))
     return weight_GOI[:, :num_outputs, :num_inputs].contiguous()
 

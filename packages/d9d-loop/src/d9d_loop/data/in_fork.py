@@ -40,8 +40,10 @@ def read_apart(read: "Callable[[], JsonValue]", *, num_workers: int, what: str) 
         return read()
 
 
-def in_fork(function: Callable[[], str], *, seconds: float | None = None) -> str:
-    """Return the result of a function in a forked process.
+def in_fork(
+    function: Callable[[], str], *, seconds: float | None = None, meanwhile: Callable[[], object] | None = None
+) -> str:
+    """Return the result of a function in a forked process; call `meanwhile` in this process while it runs.
 
     Raises `TimeoutError` after `seconds`, and `EOFError` if the process ends without a result.
     """
@@ -53,6 +55,8 @@ def in_fork(function: Callable[[], str], *, seconds: float | None = None) -> str
         _run_and_exit(function, sender)
     sender.close()
     try:
+        if meanwhile is not None:
+            meanwhile()
         if not receiver.poll(seconds):
             raise TimeoutError
         return receiver.recv_bytes().decode()

@@ -8,6 +8,7 @@ another one. Checkpoints contain digests of the source files of the user's modul
 
 import hashlib
 import inspect
+import os
 import platform
 import site
 import sys
@@ -168,13 +169,13 @@ def _own_file(name: str) -> Path | None:
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or name.startswith("d9d_"):
         return None
-    path = Path(file).absolute()
-    folder = _own_folder(path.parent)
-    return None if folder is None else folder / path.name
+    folder, _, base = file.rpartition(os.sep)
+    own = _own_folder(folder)
+    return None if own is None else own / base
 
 
 @cache
-def _own_folder(folder: Path) -> Path | None:
+def _own_folder(folder: str) -> Path | None:
     """Return a folder without symbolic links; `None` for one of installed packages."""
-    path = folder.resolve()
+    path = Path(folder).resolve()
     return path if _INSTALLED.isdisjoint((path, *path.parents)) else None

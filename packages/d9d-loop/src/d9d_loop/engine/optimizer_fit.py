@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import UserError, parameter_roles
+from d9d_loop.isolation import paused_collection
 from d9d_loop.optimizers.optimizer import OptimizerProvider, OptimizerSettings, layer_depths
 
 
@@ -23,7 +24,8 @@ def optimizer_provider(
     """
     if given is not None:
         return given
-    config.check(whole)
+    with paused_collection():  # an optimizer of torch imports torch._dynamo
+        config.build(whole)
     # A stage need not match every parameter group: the groups are checked on the whole model.
     return partial(config.build, whole=False, roles=parameter_roles(whole), depths=layer_depths(whole))
 

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, gradient reduction, clipping and update."""
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -194,7 +194,7 @@ class TrainStep:
             )
 
     def _refuse_unfrozen(self) -> None:
-        if all(id(each) in self._known for each in _trainable(self._model)):
+        if _has_only(self._model, self._known):
             return
         new = [
             canonical_name(name)
@@ -306,15 +306,17 @@ class TrainStep:
             parameter.grad = None
 
 
-def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the trainable parameters, in a quarter of the time of `model.parameters()`; shared ones several times."""
+def _has_only(model: nn.Module, known: Container[int]) -> bool:
+    """Return True if the ids of all trainable parameters are known, sooner than with `parameters()`."""
     modules: list[nn.Module | None] = [model]
     while modules:
         if (module := modules.pop()) is not None:
-            modules.extend(module._modules.values())
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    yield parameter
+            for each in module._parameters.values():
+                if each is not None and each.requires_grad and id(each) not in known:
+                    return False
+            if module._modules:
+                modules += module._modules.values()
+    return True
 
 
 def _names(of_ranks: list[Any]) -> set[str]:

@@ -12,7 +12,8 @@ def garbage_collection(every: int | None) -> Generator[Callable[[int], None]]:
     A collection takes long if many objects are alive, and every rank waits for the slowest rank. With automatic
     collection, at almost any time one of a thousand ranks is collecting. Objects that are alive on entry, such as
     modules, are frozen (`gc.freeze`) until exit. Nothing is frozen if the process has already frozen objects or
-    disabled automatic collection. `every=None` keeps automatic collection.
+    disabled automatic collection. `every=None` keeps automatic collection. The rehearsal has collected all generations
+    while it waited, so entry collects only younger objects.
     """
 
     def collect(step: int) -> None:
@@ -24,7 +25,7 @@ def garbage_collection(every: int | None) -> Generator[Callable[[int], None]]:
         return
     was_enabled = gc.isenabled()
     gc.disable()
-    gc.collect()
+    gc.collect(1)
     freezes = was_enabled and gc.get_freeze_count() == 0  # counting takes 40 ms for 350k objects
     if freezes:
         gc.freeze()

@@ -5,6 +5,7 @@ and computes nothing. Caches, counters and random states that the user's code ch
 Code that depends on values, such as `.item()`, cannot be rehearsed; its errors appear in the first step.
 """
 
+import gc
 import inspect
 import json
 import math
@@ -66,7 +67,7 @@ def rehearse(plan: JobPlan) -> FlopFormula | None:
     if plan.model.launch.rank != 0 or plan.is_complete:
         return None
     try:
-        found = json.loads(in_fork(lambda: _Rehearsal(plan).to_json(), seconds=_SECONDS))
+        found = json.loads(in_fork(lambda: _Rehearsal(plan).to_json(), seconds=_SECONDS, meanwhile=gc.collect))
     except (TimeoutError, EOFError) as error:
         why = f"took longer than {_SECONDS:g} s" if isinstance(error, TimeoutError) else "crashed"
         message = f"model FLOPs are not counted: their measurement {why}."

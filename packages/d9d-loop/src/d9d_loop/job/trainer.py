@@ -19,6 +19,7 @@ from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import TrainResult
+from d9d_loop.isolation import paused_collection
 from d9d_loop.job.end_command import early_failure_reported
 from d9d_loop.job.stamped_output import stamped_output
 from d9d_loop.lr.lr_schedule import LrSchedule
@@ -91,7 +92,8 @@ class Trainer:
             )
         self.events = Events(seed=config.seed)
         self._config = config
-        from d9d_loop.job.plan import plan_job  # noqa: PLC0415 - imports FSDP and DTensor
+        with paused_collection():
+            from d9d_loop.job.plan import plan_job  # noqa: PLC0415 - imports FSDP and DTensor
 
         self._plan = partial(
             plan_job,
@@ -143,8 +145,8 @@ class Trainer:
         with stamped_output(rank, enabled=self._config.logging.stamps):
             with early_failure_reported(self._config.run, rank), explained("the job cannot be built"):
                 plan = self._plan(self._config)
-            from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
-
+            with paused_collection():
+                from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
             return train(plan, self.events)
 
     def export(self, folder: str | Path, *, step: int | None = None) -> TrainResult:

@@ -112,7 +112,7 @@ class OptimizerSettings(Section, ABC):
         Args:
             model: Model or pipeline stage, materialized and parallelized.
             whole: True if `model` is the whole model, so that every group must match a parameter. Pass False for a
-                pipeline stage, and call `check` on the whole model.
+                pipeline stage, and build the optimizer of the whole model, which may be on `meta`, as a check.
             roles: Roles of the parameters of the whole model before it was parallelized, by canonical name; by default
                 those of `model`.
             depths: `layer_depths` of the whole model; by default those of `model`.
@@ -124,15 +124,6 @@ class OptimizerSettings(Section, ABC):
         members = _trainable(model, roles or {}, layer_depths(model) if depths is None else depths)
         first, *others = self._optimizers(members, whole=whole)
         return optimizers.JoinedOptimizer([first, *others]) if others else first
-
-    @final
-    def check(self, model: "nn.Module") -> None:
-        """Check that the configuration fits a whole model, which may be on `meta`.
-
-        Raises:
-            UserError: If `build` would raise a `UserError`.
-        """
-        self.build(model)
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]]) -> "Optimizer":
