@@ -1,6 +1,8 @@
 """Writes to parameters in forward, which sharding would lose, are found by the rehearsal, without a process group."""
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +52,22 @@ def _rehearse(folder: Path, build: Callable[[StageInfo], nn.Module], num_ranks: 
     )
     trainer = Trainer(config, model=build, data=[torch.ones(3)] * 4, task=_Sum())
     rehearse(trainer.plan_for(Launch(world_size=num_ranks)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_old_garbage_is_collected_beside_the_rehearsal(rank: int, tmp_path: Path) -> None:
+    config = TrainerConfig.model_validate({"steps": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}})
+    trainer = Trainer(config, model=lambda stage: nn.Linear(3, 1), data=[torch.ones(3)] * 4, task=_Sum())
+    plan = trainer.plan_for(Launch(rank=rank, world_size=2))
+    cycle = _Sum()
+    cycle.itself = cycle  # ty: ignore[unresolved-attribute]
+    gc.collect()  # to the oldest generation
+    found = weakref.ref(cycle)
+    del cycle
+    gc.collect(1)
+    assert found() is not None
+    rehearse(plan)
+    assert found() is None
 
 
 def _replaced(model: Any) -> None:

@@ -58,13 +58,14 @@ def rehearse(plan: JobPlan) -> FlopFormula | None:
 
     The whole model runs, also of a pipeline; under context parallelism with the part of rank 0. Batches of another
     size, at the end of an epoch and of the evaluation, run too. No collectives. Only rank 0 rehearses. A job that is
-    complete is not rehearsed.
+    complete is not rehearsed. Meanwhile, this process collects garbage of all generations.
 
     Raises:
         UserError: If the dataset, the task or the model raises, or the task returns something other than a loss.
             Also if forward writes to parameters that the job shards.
     """
     if plan.model.launch.rank != 0 or plan.is_complete:
+        gc.collect()
         return None
     try:
         found = json.loads(in_fork(lambda: _Rehearsal(plan).to_json(), seconds=_SECONDS, meanwhile=gc.collect))
