@@ -57,10 +57,10 @@ def _rehearse(folder: Path, build: Callable[[StageInfo], nn.Module], num_ranks: 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_old_garbage_is_collected_beside_the_rehearsal(rank: int, tmp_path: Path) -> None:
     config = TrainerConfig.model_validate({"steps": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}})
-    trainer = Trainer(config, model=lambda stage: nn.Linear(3, 1), data=[torch.ones(3)] * 4, task=_Sum())
+    trainer = Trainer(config, model=lambda stage: _Writing(id), data=[torch.ones(3)] * 4, task=_Sum())
     plan = trainer.plan_for(Launch(rank=rank, world_size=2))
     cycle = _Sum()
-    cycle.itself = cycle  # ty: ignore[unresolved-attribute]
+    cycle.itself = cycle  # ty: ignore[missing-attribute]
     gc.collect()  # to the oldest generation
     found = weakref.ref(cycle)
     del cycle
