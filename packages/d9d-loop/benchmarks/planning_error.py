@@ -84,7 +84,8 @@ def fit(rows: Sequence[Measured], near: Fitted | None = None, *, starts: int = 2
     logarithms and relative to errors of 6 %. It determines the constants that the rows leave undetermined.
     """
     names = list(BOUNDS)
-    low, start, high = (np.log([BOUNDS[name][side] for name in names]) for side in range(3))
+    bounds = BOUNDS | {"attention_efficiency": attention_bounds(rows)}
+    low, start, high = (np.log([bounds[name][side] for name in names]) for side in range(3))
     if near is not None:
         start = np.clip(np.log([getattr(near, name) for name in names]), low + 1e-6, high - 1e-6)
     stiffness = 0.2
@@ -110,6 +111,16 @@ def fit(rows: Sequence[Measured], near: Fitted | None = None, *, starts: int = 2
         for point in (start, (start + low) / 2)[:starts]
     ]
     return constants(min(found, key=lambda each: each.cost).x)
+
+
+def attention_bounds(rows: Sequence[Measured]) -> tuple[float, float, float]:
+    """Return the bounds of attention and their center, so that no kernel of the rows is faster than 0.8 of the peak.
+
+    FlashAttention 3 reaches 0.56 of it on 4,096 tokens (Shah et al. 2024, figure 5).
+    """
+    low, center, high = BOUNDS["attention_efficiency"]
+    speed = max((layout.attention_speed for row in rows for layout in row.tuned), default=1.0)
+    return low, max(low, min(center, 0.56 / speed)), min(high, 0.8 / speed)
 
 
 def hardware_with(cluster: str, fitted: Fitted) -> Hardware:

@@ -101,6 +101,7 @@ MEGATRON_2022: dict[str, Any] = {
     "stored_weight_bytes": 2,
     "master_bytes": 12,
     "accumulation_bytes": 6,
+    "accumulates_first": True,
     "recomputes_last": True,
 }
 """Megatron-LM and Megatron-DeepSpeed until 2022: scores are stored, and gradients reduced after the backward pass.
@@ -289,6 +290,7 @@ def _titan(row: Row) -> Measured | None:
         overlaps_tensor="async" in row["precision"],
         overlaps_pipeline=False,
         ring_attention=True,
+        backward_collectives=1.0 if row["recompute"] == "full" else 1.5,
         loss_bytes=18 if degrees["tp"] > 1 else 14,
     )
     shape = llama(row["params_b"].partition(".")[0])
@@ -316,15 +318,21 @@ def _kempner(row: Row) -> Measured | None:
     batch = _batch(row, degrees["dp"])
     if "mfu_scaling" in row["source"] and (size, degrees["tp"]) == ("8", 1) and degrees["dp"] < 4:
         batch = {"microbatch_size": 2, "num_microbatches": 4}
+    is_eager = (size, degrees["dp"], degrees["tp"]) == ("14", 8, 1)
     layout = PlanLayout(
         **degrees,
         **batch,
         recompute="full",
         gradient_bytes=4,
         kept_gradient_bytes=4 if degrees["dp"] == 1 else 2,
+        accumulation_bytes=6 if degrees["dp"] == 1 else 0,
+        backward_collectives=7 / 4,
+        attention_speed=2,
         stored_weight_bytes=2,
         master_bytes=4,
-        pointwise="eager" if (size, degrees["dp"]) == ("14", 8) and degrees["tp"] == 1 else "compiled",
+        pointwise="eager" if is_eager else "compiled",
+        fuses_norms=not is_eager,
+        fuses_rotary=not is_eager,
         loss_bytes=8,
         splits_embedding=False,
         gathers_logits=True,

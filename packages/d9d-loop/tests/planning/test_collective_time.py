@@ -4,7 +4,7 @@ import pytest
 
 from d9d_loop.planning import Hardware, hardware_names
 from d9d_loop.planning.collective_time import CollectiveName, Span, collective_seconds, link_share
-from d9d_loop.planning.hardware_spec import Links, Network
+from d9d_loop.planning.hardware_spec import Network, NodeLinks
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def small(hardware: Hardware) -> Hardware:
     return hardware.model_copy(
         update={
             "devices_per_node": 4,
-            "links": Links(bandwidth=80, latency=1),
+            "links": NodeLinks(bandwidth=80, latency=1),
             "network": Network(bandwidth=80, latency=100, oversubscription=4, rail_nodes=8),
             "fitted": hardware.fitted.model_copy(update={"link_efficiency": 0.5, "network_efficiency": 0.25}),
         }
@@ -115,6 +115,17 @@ def test_times_of_small_numbers(
     name: CollectiveName, num_bytes: float, span: Span, seconds: float, small: Hardware
 ) -> None:
     assert collective_seconds(small, name, num_bytes, span) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce", "all_to_all", "send"])
+def test_without_a_switch_two_of_four_devices_have_a_third_of_the_links(name: CollectiveName, small: Hardware) -> None:
+    """Each pair of a node of 4 has links of 40 / 3 bytes/s; all 4 use all links, and latencies are the same."""
+    direct = small.model_copy(update={"links": small.links.model_copy(update={"switched": False})})
+    whole, zero = (collective_seconds(small, name, num_bytes, Span(2, 2)) for num_bytes in (800, 1e-9))
+    assert collective_seconds(direct, name, 800, Span(2, 2)) - zero == pytest.approx(3 * (whole - zero))
+    if name != "send":
+        assert collective_seconds(direct, name, 800, Span(4, 4)) == collective_seconds(small, name, 800, Span(4, 4))
+    assert collective_seconds(direct, name, 800, Span(2, 1)) == collective_seconds(small, name, 800, Span(2, 1))
 
 
 def test_rows_for_several_ranks_of_a_node_cross_the_network_once(small: Hardware) -> None:

@@ -48,6 +48,20 @@ def test_quantization_moves_bytes_for_each_input(dtype: str, num_bytes: int) -> 
     assert quantized - whole == pytest.approx(num_bytes * inputs / roof)
 
 
+def test_a_compiler_does_not_fuse_quantization() -> None:
+    """The scale depends on all values, so the operators that compute a tensor cannot also quantize it."""
+    added = []
+    for pointwise in ("fused", "compiled"):
+        whole, quantized = (
+            layer_time(SPARSE, replace(LAYOUT, pointwise=pointwise, dtype=each), HARDWARE, sparse=False)
+            for each in ("bf16", "fp8")
+        )
+        added.append(
+            [getattr(quantized, name).pointwise - getattr(whole, name).pointwise for name in ("forward", "backward")]
+        )
+    assert added[0] == pytest.approx(added[1])
+
+
 def test_a_forced_balance_has_no_skew() -> None:
     """The latency, a tenth of it more with the default skew, is negligible here."""
     skewed, forced = (
@@ -78,8 +92,8 @@ def test_every_second_layer_attends_to_a_window() -> None:
     assert (windowed - gap) / (whole - gap) == pytest.approx((2048 + 128 - 128**2 / 2 / 4096) / 2 / 2048)
 
 
-@pytest.mark.parametrize(("grouped", "passes"), [(True, 6), (False, 17)])
-def test_biases_and_clamped_gates_read_and_write_the_rows_of_experts(grouped: bool, passes: int) -> None:
+@pytest.mark.parametrize(("grouped", "passes"), [(True, (11, 13)), (False, (22, 35))])
+def test_biases_and_clamped_gates_read_and_write_the_rows_of_experts(grouped: bool, passes: tuple[int, int]) -> None:
     """Each of the 4096 tokens of a rank has 8 rows of 768 values, which a pass reads and writes with 2 bytes each."""
     plain, biased = (
         layer_time(replace(SPARSE, biased_experts=each), replace(LAYOUT, groups_experts=grouped), HARDWARE, sparse=True)
@@ -87,8 +101,8 @@ def test_biases_and_clamped_gates_read_and_write_the_rows_of_experts(grouped: bo
     )
     roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
     one = 4096 * 8 * 768 * 2 * 2 / roof
-    assert biased.forward.pointwise - plain.forward.pointwise == pytest.approx(passes * one)
-    assert biased.backward.pointwise - plain.backward.pointwise == pytest.approx(2 * passes * one)
+    assert biased.forward.pointwise - plain.forward.pointwise == pytest.approx(passes[0] * one)
+    assert biased.backward.pointwise - plain.backward.pointwise == pytest.approx(passes[1] * one)
 
 
 def test_a_fused_gate_of_separate_experts_moves_only_biases() -> None:
@@ -115,6 +129,58 @@ def test_a_rotation_in_separate_operators_moves_bytes_in_fp32(
     for name in ("forward", "backward"):
         added = getattr(separate, name).pointwise - getattr(fused, name).pointwise
         assert added == pytest.approx(4096 * num_bytes / roof)
+
+
+def test_norms_in_separate_operators_move_bytes_in_fp32() -> None:
+    """Two norms of 4096 x 2048 values on a rank move 32 bytes more per value forward and 84 backward."""
+    fused, separate = (
+        layer_time(SPARSE, replace(LAYOUT, fuses_norms=each), HARDWARE, sparse=False) for each in (True, False)
+    )
+    roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
+    for name, num_bytes in (("forward", 32), ("backward", 84)):
+        added = getattr(separate, name).pointwise - getattr(fused, name).pointwise
+        assert added == pytest.approx(2 * 4096 * 2048 * num_bytes / roof)
+
+
+def test_gathered_logits_are_sent_and_the_loss_of_each_rank_reads_all_of_them() -> None:
+    layout = PlanLayout(tp=4)
+    split, whole = (head_time(SPARSE, replace(layout, gathers_logits=each), HARDWARE) for each in (False, True))
+    size = 4096 * 32000
+    gather = collective_seconds(HARDWARE, "all_gather", 2 * size, Span(4, 4))
+    assert whole[0].tensor - split[0].tensor == pytest.approx(gather)
+    assert whole[1].tensor == split[1].tensor
+    roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
+    for one, other, num_bytes in zip(whole, split, (14, 22), strict=True):
+        assert one.pointwise - other.pointwise == pytest.approx(3 / 4 * size * num_bytes / roof)
+
+
+def test_the_backward_pass_has_its_own_number_of_collectives_only_if_sequences_are_split() -> None:
+    layout = PlanLayout(tp=4, backward_collectives=1.75)
+    for splits, ratio in ((True, 1.75), (False, 1.0)):
+        time = layer_time(SPARSE, replace(layout, sequence_parallel=splits), HARDWARE, sparse=False)
+        assert time.backward.tensor == pytest.approx(ratio * time.forward.tensor)
+
+
+def test_ring_attention_hides_transfers_behind_its_parts_and_moves_bytes_between_them() -> None:
+    """16 query heads of 128 values instead of 4 of keys and values are sent, in fp32 for gradients."""
+    layout = PlanLayout(cp=4, dp=2, length=4096, ring_attention=True)
+    alone = HARDWARE.model_copy(update={"devices_per_node": 1})
+    slow = alone.model_copy(update={"network": alone.network.model_copy(update={"bandwidth": 1e8, "latency": 1e-12})})
+    time = layer_time(SPARSE, layout, slow, sparse=False)
+    unit, rate = 1024 * 16 * 128 * 2, 1e8 * slow.fitted.network_efficiency
+    gather = 3 * 2 * unit / rate
+    assert time.forward.context == pytest.approx(gather - time.forward.attention / 4)
+    sends = 4 * 4 * unit / rate - 3 / 4 * time.backward.attention
+    assert time.backward.context == pytest.approx(gather - time.backward.attention / 4 + sends)
+    fast = alone.model_copy(update={"network": alone.network.model_copy(update={"bandwidth": 1e13, "latency": 1e-12})})
+    hidden = layer_time(SPARSE, replace(layout, length=65536), fast, sparse=False)
+    assert hidden.forward.context == 0
+    last = 4 * 16 * unit / 1e13 / fast.fitted.network_efficiency
+    assert hidden.backward.context == pytest.approx(last, rel=1e-4)
+    plain = layer_time(SPARSE, replace(layout, ring_attention=False), slow, sparse=False)
+    roof = slow.device.memory_bandwidth * slow.fitted.memory_efficiency
+    assert time.forward.pointwise - plain.forward.pointwise == pytest.approx((6 + 3 * 20.25) * unit / roof)
+    assert time.backward.pointwise - plain.backward.pointwise == pytest.approx((38 + 3 * 29.25) * unit / roof)
 
 
 def test_recomputation_ends_before_the_last_product_of_a_dense_layer() -> None:
@@ -269,6 +335,18 @@ def test_overlapped_tensor_parallelism_exposes_the_first_part_and_the_contention
     )
     assert plain.tensor < plain.matmul
     assert hidden.tensor == pytest.approx((1 + CONTENTION) / 2 * plain.tensor)
+
+
+def test_overlapped_products_are_computed_in_parts_but_not_the_gradients_of_weights() -> None:
+    layout = PlanLayout(tp=4, pointwise="fused", overlaps_tensor=True)
+    time = layer_time(SPARSE, layout, HARDWARE, sparse=False)
+    forward = backward = 0.0
+    for outputs, inputs in ((768, 2048), (2048, 512), (1024, 2048), (1024, 2048), (2048, 1024)):
+        part, whole = (linear_seconds(HARDWARE, tokens, outputs, inputs) for tokens in (4096 / 4, 4096))
+        forward += 4 * part.forward
+        backward += 4 * part.input_gradient + whole.weight_gradient
+    assert time.forward.matmul == pytest.approx(forward)
+    assert time.backward.matmul == pytest.approx(backward)
 
 
 def test_a_faster_attention_kernel_takes_less_time() -> None:

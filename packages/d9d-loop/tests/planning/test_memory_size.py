@@ -62,12 +62,12 @@ def test_context_parallelism_gathers_the_keys_and_values_of_the_whole_sequence()
 
 
 def test_ring_attention_holds_fp32_gradients_and_gathered_keys_in_its_backward_pass() -> None:
-    """Per token, 24 + 2 x 4 tensors of 8 x 128 values replace the 12 that a layer keeps, and its feed-forward ones."""
+    """Per token, 16 + 10 x 4 tensors of 8 x 128 values replace the 12 that a layer keeps, and its feed-forward ones."""
     shape = DecoderShape.gpt(hidden_size=1024, num_layers=8, num_heads=8, vocab_size=100, length=4096)
     layout = PlanLayout(cp=4, dp=2, recompute="full")
     plain, ring = (memory_of(shape, replace(layout, ring_attention=each), 0) for each in (False, True))
     counted = 2 * (2 + 2 * 4) * 1024 + 2 * 4 * 1024 * 2
-    assert ring.layer - plain.layer == 1024 * ((24 + 8) * 2 * 1024 - counted) + 2 * 4 * 128 * 4096
+    assert ring.layer - plain.layer == 1024 * ((16 + 40) * 2 * 1024 - counted) + 2 * 4 * 128 * 4096
     assert ring.forward == plain.forward
     one = replace(layout, cp=1, dp=8)
     assert memory_of(shape, replace(one, ring_attention=True), 0) == memory_of(shape, one, 0)

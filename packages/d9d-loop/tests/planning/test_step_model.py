@@ -140,14 +140,43 @@ def test_virtual_layers_reduce_the_layers_of_the_first_and_last_stage() -> None:
 
 
 def test_microbatches_add_their_gradients_to_whole_ones() -> None:
-    """FSDP2 reads bf16 gradients, and reads and writes the sums in fp32: 10 bytes per parameter and microbatch."""
-    layout = PlanLayout(dp=4, num_microbatches=2, length=2048)
+    """FSDP2 casts the first bf16 gradients (6 bytes per parameter), and adds the others to sums in fp32 (10 bytes)."""
+    layout = PlanLayout(dp=4, num_microbatches=3, length=2048)
     whole, reduced = (
         step_time(SHAPE, replace(layout, reduces_each_microbatch=each), HARDWARE).compute for each in (False, True)
     )
     size = sum(each.size for each in parameter_groups(SHAPE, layout, 0))
     roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
-    assert whole - reduced == pytest.approx(2 * (10 * size / roof + HARDWARE.device.kernel_seconds), rel=1e-3)
+    assert whole - reduced == pytest.approx((6 + 2 * 10) * size / roof + 3 * HARDWARE.device.kernel_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(("first", "times"), [(False, 3), (True, 4)])
+def test_the_first_microbatch_adds_its_gradients_only_to_a_buffer_of_zeros(first: bool, times: int) -> None:
+    layout = PlanLayout(num_microbatches=4, length=2048, sharding="replicated", accumulates_first=first)
+    none, added = (step_time(SHAPE, replace(layout, accumulation_bytes=each), HARDWARE).compute for each in (0, 6))
+    size = sum(each.size for each in parameter_groups(SHAPE, layout, 0))
+    roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
+    assert added - none == pytest.approx(times * 6 * size / roof + 4 * HARDWARE.device.kernel_seconds, rel=1e-3)
+    one = replace(layout, num_microbatches=1, accumulation_bytes=6)
+    again = (
+        step_time(SHAPE, one, HARDWARE).compute - step_time(SHAPE, replace(one, accumulation_bytes=0), HARDWARE).compute
+    )
+    assert (again > 0) == first
+
+
+def test_nothing_hides_the_parameters_outside_of_layers() -> None:
+    """A fast network leaves their gather and scatter, those of one layer, and no gather in the backward pass."""
+    fast = FLAT.model_copy(update={"network": FLAT.network.model_copy(update={"bandwidth": 1e12})})
+    layout = PlanLayout(dp=8, length=8192, num_microbatches=3)
+    dense = parameter_groups(SHAPE, layout, 0)[0]
+    one = (dense.size - dense.outside) / 48
+    time = step_time(SHAPE, layout, fast)
+    gathers = 3 * 2 * (dense.outside + one)
+    assert time.data == pytest.approx(7 / 8 * (gathers + 4 * (dense.outside + one)) / 1e12)
+    whole = 3 * 2 * (2 * dense.size - dense.outside) + 4 * dense.size
+    assert time.data + time.hidden == pytest.approx(7 / 8 * whole / 1e12)
+    each = step_time(SHAPE, replace(layout, reduces_each_microbatch=True), fast)
+    assert each.data == pytest.approx(7 / 8 * (gathers + 3 * 4 * (dense.outside + one)) / 1e12)
 
 
 def test_a_captured_graph_does_not_wait_for_the_host() -> None:
@@ -174,13 +203,13 @@ def test_experts_of_all_ranks_are_neither_gathered_nor_reduced() -> None:
 
 
 def test_on_a_device_without_overlap_transfers_and_copies_of_shards_are_exposed() -> None:
-    """On a CPU, all-gathers and reduce-scatters of 48 layers are fully exposed, and hooks and copies add to them."""
+    """On a CPU, hooks and copies add to the transfers of 48 layers: 49 gathers, 48 again, and 49 scatters."""
     layout = PlanLayout(dp=4, length=2048, num_microbatches=2, reduces_each_microbatch=True)
     device = HARDWARE.device.model_copy(update={"overlaps": False, "shard_seconds": 1e-3})
     hidden = step_time(SHAPE, layout, HARDWARE)
     exposed = step_time(SHAPE, layout, HARDWARE.model_copy(update={"device": device}))
     assert exposed.hidden == 0
-    assert exposed.data == pytest.approx(hidden.data + hidden.hidden + 2 * 3 * 49 * 1e-3)
+    assert exposed.data == pytest.approx(hidden.data + hidden.hidden + 2 * (49 + 48 + 49) * 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +299,7 @@ def test_transfers_of_a_step_hide_behind_one_microbatch() -> None:
     """A pipeline stage gathers and scatters once per step, so more microbatches do not hide more."""
     slow = HARDWARE.model_copy(update={"network": HARDWARE.network.model_copy(update={"bandwidth": 1e9})})
     layout = PlanLayout(tp=8, dp=16, pp=2, num_microbatches=4, length=2048)
-    few, many = (step_time(SHAPE, replace(layout, num_microbatches=m), slow) for m in (4, 64))
+    few, many = (step_time(SHAPE, replace(layout, num_microbatches=m), slow) for m in (4096, 65536))
     assert few.data == pytest.approx(many.data)
     assert few.data > 2 * few.hidden
     gradients = step_time(SHAPE, replace(layout, sharding="gradients"), slow)

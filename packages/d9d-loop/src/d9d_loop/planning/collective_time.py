@@ -8,7 +8,8 @@ a, B: latency and effective bandwidth of the links in a node; A, C: of the netwo
     hierarchical:  t = c (g - 1)/g S / B + c (q - 1)/q S / (g C) + c (g - 1) a + c (q - 1) A
 
 with c = 1 for all-gather and reduce-scatter and c = 2 for all-reduce. A group's g members in a node use g network
-adapters. Within one node, the ring is limited only by B. The ranks of a tree form a chain in each node, so the links in
+adapters. Within one node, the ring is limited only by B, or by (g - 1)/(d - 1) B if the d devices of a node have no
+switch, but links for each pair. The ranks of a tree form a chain in each node, so the links in
 a node also carry the buffer up and down. The library is assumed to choose the faster algorithm (NCCL's tuning does). If
 the group spans more nodes than a rail, C is divided by the oversubscription of the spine. Thakur, Rabenseifner and
 Gropp 2005, https://doi.org/10.1177/1094342005051521; trees: Sanders, Speck and Traeff 2009,
@@ -81,7 +82,7 @@ def collective_seconds(
     size, inside, nodes = span.size, span.per_node, span.num_nodes
     if size == 1 or num_bytes == 0:
         return 0.0
-    link, network = link_bandwidth(hardware), network_bandwidth(hardware, nodes)
+    link, network = link_bandwidth(hardware, inside), network_bandwidth(hardware, nodes)
     alpha, latency = hardware.links.latency, hardware.network.latency
     if name == "send":
         return alpha + num_bytes / link if nodes == 1 else latency + num_bytes / network
@@ -106,12 +107,15 @@ def link_share(hardware: Hardware, span: Span) -> float:
         return 0.0
     if span.num_nodes == 1:
         return 1.0
-    return min(1.0, span.per_node * network_bandwidth(hardware, span.num_nodes) / link_bandwidth(hardware))
+    link = link_bandwidth(hardware, span.per_node)
+    return min(1.0, span.per_node * network_bandwidth(hardware, span.num_nodes) / link)
 
 
-def link_bandwidth(hardware: Hardware) -> float:
-    """Return the effective bytes/s of the links of a device within a node."""
-    return hardware.links.bandwidth * hardware.fitted.link_efficiency
+def link_bandwidth(hardware: Hardware, ranks: int) -> float:
+    """Return the effective bytes/s of the links of a device to the other ranks of a group in its node."""
+    links, others = hardware.links, hardware.devices_per_node - 1
+    share = 1.0 if links.switched or others < 1 else max(ranks - 1, 1) / others
+    return share * links.bandwidth * hardware.fitted.link_efficiency
 
 
 def network_bandwidth(hardware: Hardware, num_nodes: int) -> float:

@@ -42,6 +42,16 @@ class Links(_Part):
     latency: float = Field(gt=0, description="Seconds of one step of a collective.")
 
 
+class NodeLinks(Links):
+    """The links within a node."""
+
+    switched: bool = Field(
+        default=True,
+        description="False if each pair of devices has links of its own: to use all of its links, a device must send "
+        "to all others of the node.",
+    )
+
+
 class Network(Links):
     """The network between nodes."""
 
@@ -74,7 +84,7 @@ class Hardware(_Part):
     name: str
     device: Device
     devices_per_node: int = Field(gt=0)
-    links: Links
+    links: NodeLinks
     network: Network
     fitted: Fitted
     fitted_rows: int = Field(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple, assert_never
 
-from d9d_loop.planning.collective_time import Span, collective_seconds, link_bandwidth
+from d9d_loop.planning.collective_time import Span, collective_seconds, link_bandwidth, link_share
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.kernel_time import (
@@ -50,13 +50,23 @@ writes what it receives and reads what it returns (ranks, nodes). An all-to-all 
 by expert, before the experts and after them (Megatron-LM, `MoEAlltoAllTokenDispatcher`).
 """
 
-BIAS_PASSES, CLAMPED_GATE_PASSES = 6, 11
-"""Reads and writes of the inner rows of experts in a forward pass, for biases and for a clamped gate. Backward: twice.
+BIAS_PASSES, CLAMPED_GATE_PASSES = (11, 13), (11, 22)
+"""Reads and writes of the inner rows of experts in bf16 in both passes, for biases and for a clamped gate.
 
-Biases of the inner rows: add and concatenate gate and value (2 x 2); of the outputs: add and concatenate (2). Grouped
-products leave them to separate operators (Megatron-LM, `TEGroupedMLP._apply_bias`). The gate: copies of gate and value
-(2), clamp both (2), scale, sigmoid and product of the gate (3), add one to the value (1), product (1), the router's
-weight and a cast (2); grouped experts have a fused kernel for it.
+Biases of the inner rows: add and concatenate gate and value (2 x 2). Of the outputs, in fp32, with the router's weight:
+product (1), add (2.5), concatenate (2) and cast (1.5). Backward: sum and concatenation for the inner rows (3); casts
+(1.5 + 1.5), products and sums for bias and weight (3 + 3) and concatenation (1) for the outputs. Grouped products leave
+them to separate operators (Megatron-LM, `TEGroupedMLP._apply_bias`). The gate: copies of gate and value (2), clamp both
+(2), scale, sigmoid and product of the gate (3), add one to the value (1), product (1), the router's weight and a cast
+(2), backward twice; grouped experts have a fused kernel for it.
+"""
+
+NORM_BYTES = (32, 84)
+"""Bytes per element that a norm of separate fp32 operators moves beyond eager kernels of 8 bytes, forward and backward.
+
+Forward: cast (2 + 4), square (8), mean (4), product with the inverse root (8) and with the weight (8), cast (6).
+Backward: casts (6 + 6), gradients of the weight (8 + 12 + 4), of the inverse root (8 + 12 + 4) and of the square (20),
+and their sum (12).
 """
 
 LOSS_TRAFFIC: dict[Pointwise, tuple[int, int]] = {"eager": (14, 22), "fused": (38, 14), "compiled": (4, 4)}
@@ -98,15 +108,7 @@ class PassTime:
         return self.matmul + self.attention + self.pointwise + self.tensor + self.expert + self.context
 
     def __add__(self, other: "PassTime") -> "PassTime":
-        return PassTime(
-            matmul=self.matmul + other.matmul,
-            attention=self.attention + other.attention,
-            pointwise=self.pointwise + other.pointwise,
-            tensor=self.tensor + other.tensor,
-            expert=self.expert + other.expert,
-            context=self.context + other.context,
-            operators=self.operators + other.operators,
-        )
+        return PassTime(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     def times(self, factor: float) -> "PassTime":
         """Return all times and counts multiplied by `factor`."""
@@ -127,7 +129,8 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     t = layout.tp
     tokens = layout.tokens_per_microbatch
     parallel, whole = _linears(shape, layout, sparse=sparse)
-    split_forward, split_backward = _matmul_times(hardware, layout, parallel)
+    parts = t if layout.overlaps_tensor else 1
+    split_forward, split_backward = _matmul_times(hardware, layout, parallel, parts)
     whole_forward, whole_backward = _matmul_times(hardware, layout, whole)
     attention_forward, attention_backward, core_bytes = _attention(shape, layout, hardware)
     moved_forward, moved_backward = _pointwise_bytes(shape, layout, core_bytes, (*parallel, *whole), sparse=sparse)
@@ -146,8 +149,10 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
     launched = _loop_operators(shape, layout) if sparse else 0.0
     if sparse and layout.overlaps_experts:
         extra += LAYER_PARTS * OVERLAP_OPERATORS
-    kv_bytes = tokens * max(1.0, shape.num_kv_heads / t) * shape.head_dim * 2 * 2
-    context = _context_collectives(layout, hardware, kv_bytes)
+    context, backward_context = _context_times(shape, layout, hardware, (attention_forward, attention_backward))
+    if layout.ring_attention and layout.cp > 1:
+        ring_forward, ring_backward = _ring_bytes(shape, layout)
+        moved_forward, moved_backward = moved_forward + ring_forward, moved_backward + ring_backward
     forward = PassTime(
         matmul=split_forward + whole_forward,
         attention=attention_forward,
@@ -161,7 +166,7 @@ def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, s
         attention=attention_backward,
         pointwise=pointwise_seconds(hardware, moved_backward, num_kernels=2 * num_kernels),
         tensor=backward_tensor,
-        context=2 * context,
+        context=backward_context,
         operators=outside * BACKWARD_OPERATORS + extra + router + 2 * launched,
     )
     if sparse and layout.ep > 1:
@@ -220,10 +225,13 @@ def _pointwise_bytes(
     # Backward: norms read two and write one, additions pass gradients on, dropout reads and writes; activation
     # functions and softmax read a value more than in the forward pass.
     moved_backward = fusion * (norms_and_residuals + 2 * wide + 1.5 * inner + permuted) + separate + 1.5 * core_bytes
+    if not layout.fuses_norms:
+        moved, moved_backward = moved + NORM_BYTES[0] * thin, moved_backward + NORM_BYTES[1] * thin  # two of thin / 2
     if sparse and shape.biased_experts:
-        passes = BIAS_PASSES + (0 if layout.groups_experts or layout.fuses_gate else CLAMPED_GATE_PASSES)
-        moved += passes * rows * shape.expert_size * 2 * 2
-        moved_backward += 2 * passes * rows * shape.expert_size * 2 * 2
+        has_gate = not (layout.groups_experts or layout.fuses_gate)
+        for passes, backward_passes in (BIAS_PASSES, *[CLAMPED_GATE_PASSES] * has_gate):
+            moved += passes * rows * shape.expert_size * 2 * 2
+            moved_backward += backward_passes * rows * shape.expert_size * 2 * 2
     if layout.dtype != "bf16":
         # Quantization reads inputs of products, in the backward pass their output gradients, and writes them by rows
         # and by columns. Two of three inner products have the same input. The second scale of NVFP4, of the whole
@@ -233,8 +241,10 @@ def _pointwise_bytes(
         size = shape.shared_size if sparse else shape.intermediate_size
         inputs = tokens * (h + heads * d) + rows * (h + shape.expert_size)
         inputs += tokens * ((h / t if is_whole else h) + size / t) if size else 0.0
-        moved += quantized * inputs * fusion
-        moved_backward += quantized * sum(each.tokens * each.outputs * each.number for each in linears) * fusion
+        # Compilers do not fuse it with the operators that compute a tensor, because its scale depends on all values.
+        alone = max(1.0, fusion)
+        moved += quantized * inputs * alone
+        moved_backward += quantized * sum(each.tokens * each.outputs * each.number for each in linears) * alone
     return moved, moved_backward
 
 
@@ -259,8 +269,7 @@ def _tensor_times(layout: PlanLayout, whole: float, matmul: tuple[float, float],
         matmul: Seconds of the products that are split, in the forward and in the backward pass.
         hidden: Seconds of the weight gradients that can hide a collective.
     """
-    # Sequence parallelism gathers the inputs of weight gradients once more.
-    backward = whole * (1.5 if layout.sequence_parallel else 1.0)
+    backward = whole * (layout.backward_collectives if layout.sequence_parallel else 1.0)
     if layout.overlaps_tensor:
         # The parts of a collective overlap the parts of its product; the first part is exposed.
         return (
@@ -274,10 +283,21 @@ def _tensor_times(layout: PlanLayout, whole: float, matmul: tuple[float, float],
     return whole, backward
 
 
-def _matmul_times(hardware: Hardware, layout: PlanLayout, linears: Sequence[Linear]) -> tuple[float, float]:
-    """Return the times of the products of linear layers in the forward and in the backward pass."""
-    times = [_linear(hardware, layout, each) for each in linears]
-    return sum(each.forward for each in times), sum(each.backward for each in times)
+def _matmul_times(
+    hardware: Hardware, layout: PlanLayout, linears: Sequence[Linear], parts: int = 1
+) -> tuple[float, float]:
+    """Return the times of the products of linear layers in the forward and in the backward pass.
+
+    All but the gradients of weights are computed in parts, each with some of the tokens.
+    """
+    whole = [_linear(hardware, layout, each) for each in linears]
+    split = (
+        [_linear(hardware, layout, each._replace(tokens=each.tokens / parts)) for each in linears]
+        if parts > 1
+        else whole
+    )
+    gradients = sum(each.weight_gradient for each in whole)
+    return sum(parts * each.forward for each in split), gradients + sum(parts * each.input_gradient for each in split)
 
 
 def _linear(hardware: Hardware, layout: PlanLayout, linear: Linear) -> LinearSeconds:
@@ -341,11 +361,15 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     product = linear_seconds(hardware, tokens, vocab, h)
     casts = layout.casts_loss or layout.pointwise == "compiled"
     moved, moved_backward = LOSS_TRAFFIC[layout.pointwise] if casts else HALF_LOSS_TRAFFIC
-    logits = pointwise_seconds(hardware, tokens * vocab * moved, num_kernels=8)
-    gradient = pointwise_seconds(hardware, tokens * vocab * moved_backward, num_kernels=4)
+    size = tokens * (shape.vocab_size if layout.gathers_logits else vocab)
+    logits = pointwise_seconds(hardware, size * moved, num_kernels=8)
+    gradient = pointwise_seconds(hardware, size * moved_backward, num_kernels=4)
     collective = _tensor_pair(layout, hardware, tokens * h * 2)
+    gather = 0.0
+    if layout.gathers_logits:
+        gather = collective_seconds(hardware, "all_gather", size * 2, _tensor_span(layout, hardware))
     return (
-        PassTime(matmul=product.forward, pointwise=logits, tensor=collective, operators=20),
+        PassTime(matmul=product.forward, pointwise=logits, tensor=collective + gather, operators=20),
         PassTime(matmul=product.backward, pointwise=gradient, tensor=collective, operators=20),
     )
 
@@ -432,7 +456,7 @@ def _expert_collectives(shape: DecoderShape, layout: PlanLayout, hardware: Hardw
     )
     if layout.overlaps_experts:
         inside = num_bytes * _copies(shape, layout, layout.ep) * (span.per_node - 1) / span.size
-        share = min(1.0, 2 * layout.routing_skew * inside / link_bandwidth(hardware) / seconds)
+        share = min(1.0, 2 * layout.routing_skew * inside / link_bandwidth(hardware, span.per_node) / seconds)
         return exposed_seconds(computation, 2 * seconds, first=0.0, link_share=share) / 2
     return seconds
 
@@ -446,9 +470,41 @@ def _copies(shape: DecoderShape, layout: PlanLayout, places: int) -> float:
     return places * (1 - (1 - 1 / places) ** shape.top_k)
 
 
-def _context_collectives(layout: PlanLayout, hardware: Hardware, num_bytes: float) -> float:
-    """Return the exposed time of the all-gather of keys and values."""
+def _context_times(
+    shape: DecoderShape, layout: PlanLayout, hardware: Hardware, attention: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the exposed times of collectives of context parallelism in both passes, whose attention takes `attention`.
+
+    Both gather keys and values, and the backward pass scatters their gradients. Ring attention computes on its own keys
+    and values while it gathers the others. In the backward pass, it sends fp32 gradients to the next rank after each
+    part, which hides those of the part before (`_templated_ring_attention_backward` in PyTorch).
+    """
     if layout.cp == 1:
-        return 0.0
+        return 0.0, 0.0
     span = Span.of(layout.cp, layout.tp, hardware.devices_per_node)
-    return collective_seconds(hardware, "all_gather", num_bytes * layout.cp, span)
+    heads = shape.num_heads if layout.ring_attention else shape.num_kv_heads
+    kv_bytes = layout.tokens_per_microbatch * max(1.0, heads / layout.tp) * shape.head_dim * 2 * 2
+    gather = collective_seconds(hardware, "all_gather", kv_bytes * layout.cp, span)
+    if not layout.ring_attention:
+        return gather, 2 * gather
+    share = link_share(hardware, span)
+    exposed, again = (
+        exposed_seconds(seconds / layout.cp, gather, first=0.0, link_share=share) for seconds in attention
+    )
+    send = collective_seconds(hardware, "send", 2 * kv_bytes, Span(2, 2 if span.num_nodes == 1 else 1))
+    sends = exposed_seconds(attention[1] * (1 - 1 / layout.cp), layout.cp * send, first=send, link_share=share)
+    return exposed, again + sends
+
+
+def _ring_bytes(shape: DecoderShape, layout: PlanLayout) -> tuple[float, float]:
+    """Return the bytes that operators around the parts of ring attention move in the forward and backward pass.
+
+    In units of a tensor of queries, for each part after the first, as a mean of parts with half of the keys and of
+    parts with half of the queries: concatenated keys and values (4); in the forward pass, casts to fp32 (3, 1.5), three
+    operations of the sum of outputs (16, 8) and copies of the other half (0, 4); in the backward pass, sums of
+    gradients of keys and values (5 and 8, 10), their concatenation (8), and the sum of gradients of queries (5, 6.5).
+    The first part has casts or sums, and both passes cast the results.
+    """
+    unit = layout.tokens_per_microbatch * 2 * shape.num_heads * shape.head_dim / layout.tp
+    parts = layout.cp - 1
+    return unit * (6 + parts * (4 + (19 + 13.5) / 2)), unit * (38 + parts * (4 + (26 + 24.5) / 2))

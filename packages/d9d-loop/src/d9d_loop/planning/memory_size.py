@@ -172,9 +172,10 @@ def _ring_excess(shape: DecoderShape, layout: PlanLayout) -> float:
 
     In units of a tensor of queries: queries, keys, values, output and its gradient (5), contiguous keys and values (2),
     their gathered copies (2 c with c ranks), the last pair that was sent (2), gradients of queries in fp32 (2), of keys
-    and values as sent and as received in fp32 (4 + 4), and of the kernel, with its accumulator (3 + 2). The tensors of
-    the feed-forward layer are free by then. The table of rotary embeddings of the whole sequence has 4 bytes per
-    element of a head, and exists twice.
+    and values as sent and as received in fp32 (c times 4 + 4), and of the kernel, with its accumulator (3 + 2). The
+    allocator cannot reuse what a communication stream still reads or writes (`Tensor.record_stream`), and the host
+    queues all parts before the first ends. The tensors of the feed-forward layer are free by then. The table of rotary
+    embeddings of the whole sequence has 4 bytes per element of a head, and exists twice.
     """
     if not layout.ring_attention or layout.cp == 1:
         return 0.0
@@ -182,7 +183,7 @@ def _ring_excess(shape: DecoderShape, layout: PlanLayout) -> float:
     unit = layout.tokens_per_microbatch * 2 * shape.num_heads * d / t
     counted = 2 * (2 * shape.num_heads + 2 * shape.num_kv_heads * layout.cp) * d / t
     counted += 2 * shape.intermediate_size / t * (3 if shape.is_gated else 2)
-    excess = (24 + 2 * layout.cp) * unit - layout.tokens_per_microbatch * counted
+    excess = (16 + 10 * layout.cp) * unit - layout.tokens_per_microbatch * counted
     return max(0.0, excess) + 2 * 4 * d * layout.length
 
 

@@ -51,6 +51,7 @@ class PlanLayout:
             one of its experts (ranks), or also only once across the network for each node (nodes).
         ring_attention: True if context parallelism is PyTorch's (torch.distributed.tensor.experimental), which repeats
             key and value heads, gathers them again in the backward pass, and sums gradients in fp32.
+        fuses_norms: True if one kernel computes a norm; False if separate operators do in fp32.
         fuses_rotary: True if one kernel rotates queries and keys; False if separate operators do in fp32.
         fuses_gate: True if one kernel computes the clamped gate of experts, as always if they are grouped.
         adjacent_experts: True if the experts of a token are consecutive, as a benchmark's router may choose them.
@@ -73,6 +74,9 @@ class PlanLayout:
             are kept until the last one. See `gradients.reduce_each_microbatch` in the configuration of a job.
         accumulation_bytes: Bytes per parameter that each microbatch moves to add its gradients to the earlier ones,
             in addition to the products that compute them; 0 if these products accumulate in place.
+        accumulates_first: True if the first microbatch also adds its gradients, to zeros, as Megatron-LM does.
+        backward_collectives: Tensor-parallel collectives of a backward pass, relative to the forward pass; 1.5 if it
+            gathers the sharded inputs of weight gradients again. For sequence parallelism.
         overlaps_weight_gradients: True if the backward pass's tensor-parallel collectives overlap weight gradients.
         loss_bytes: Bytes per logit of the loss: logits, their copies, and gradients.
         casts_loss: True if the loss casts logits to fp32, unless it is compiled.
@@ -111,6 +115,7 @@ class PlanLayout:
     groups_experts: bool = True
     dispatch: Dispatch = "ranks"
     ring_attention: bool = False
+    fuses_norms: bool = True
     fuses_rotary: bool = True
     fuses_gate: bool = False
     adjacent_experts: bool = False
@@ -128,6 +133,8 @@ class PlanLayout:
     offload: bool = False
     reduces_each_microbatch: bool = False
     accumulation_bytes: float = 0
+    accumulates_first: bool = False
+    backward_collectives: float = 1.5
     overlaps_weight_gradients: bool = False
     loss_bytes: float = 14
     casts_loss: bool = True

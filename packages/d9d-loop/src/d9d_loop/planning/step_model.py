@@ -1,7 +1,7 @@
 """Model of a step: the time of its parts on the slowest pipeline rank, from the costs of layers and collectives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import final
 
@@ -245,13 +245,17 @@ def _rank(
 
 
 def _accumulated(group: ParameterGroup, layout: PlanLayout) -> float:
-    """Return the bytes that a microbatch moves to add its gradients to those of earlier ones.
+    """Return the bytes that a microbatch moves on average to add its gradients to those of earlier ones.
 
     FSDP2 adds bf16 gradients to whole gradients in the dtype of the reduction, which are read and written
-    (`FSDPParam.accumulate_unsharded_grad_if_needed`).
+    (`FSDPParam.accumulate_unsharded_grad_if_needed`). It casts those of the first microbatch
+    (`FSDPParam.to_accumulated_grad_if_needed`).
     """
-    is_whole = group.sharding == "parameters" and group.shards > 1 and layout.keeps_whole_gradients
-    return group.size * (2 + 2 * layout.gradient_bytes if is_whole else layout.accumulation_bytes)
+    m, reduced = layout.num_microbatches, layout.gradient_bytes
+    if group.sharding == "parameters" and group.shards > 1 and layout.keeps_whole_gradients:
+        cast = 2 + reduced if reduced != 2 else 0
+        return group.size * (cast + (m - 1) * (2 + 2 * reduced)) / m
+    return group.size * layout.accumulation_bytes * (m if layout.accumulates_first else m - 1) / m
 
 
 def transfer_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
@@ -272,13 +276,16 @@ def _data_parallel(
     during a step, so they gather once. ZeRO-3 reduce-scatters gradients in each backward or only in the last one.
     Without ZeRO-3, sharded weights are gathered once and gradients are reduced once. Collectives that run once per step
     overlap only the first forward or the last backward.
+
+    Nothing hides ZeRO-3's first gather, of parameters outside of layers, and its last scatter. These parameters stay
+    gathered from the forward to the backward pass (`FSDPState._lazy_init`).
     """
     every_forward = every_backward = first_forward = last_backward = first = last = 0.0
-    for group in groups:
+    for group in (part for each in groups for part in _gathered_parts(each)):
         gather, scatter, reduction = group_seconds(group, layout, hardware)
         if group.sharding == "parameters" and layout.pp == 1:
             every_forward += gather
-            every_backward += gather
+            every_backward += 0.0 if group.outside else gather
         else:
             first_forward += gather
         if group.sharding == "parameters" and not layout.keeps_whole_gradients:
@@ -297,13 +304,21 @@ def _data_parallel(
     exposed = sum(
         count * exposed_seconds(computation, transfers, first=bare, link_share=share)
         for count, computation, transfers, bare in (
-            (m - 1, rank.forward, every_forward, 0.0),
-            (m - 1, rank.backward, every_backward, 0.0),
+            (m - 1, rank.forward, every_forward, min(first, every_forward)),
+            (m - 1, rank.backward, every_backward, 0.0 if layout.keeps_whole_gradients else min(last, every_backward)),
             (1, rank.forward, every_forward + first_forward, first),
             (1, rank.backward, every_backward + last_backward, last),
         )
     )
     return exposed, total - exposed
+
+
+def _gathered_parts(group: ParameterGroup) -> list[ParameterGroup]:
+    """Return the parameters outside of layers and those of layers, if they are gathered; otherwise the group."""
+    if group.sharding != "parameters" or not group.outside or group.modules == 1:
+        return [group]
+    layers = replace(group, size=group.size - group.outside, outside=0.0, modules=group.modules - 1)
+    return [replace(group, size=group.outside, modules=1), layers]
 
 
 def group_seconds(group: ParameterGroup, layout: PlanLayout, hardware: Hardware) -> tuple[float, float, float]:
