@@ -1,5 +1,8 @@
 import json
+import math
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 import torch
 from pydantic import JsonValue
 from torch import nn
+from torch.utils.data import default_collate
 
 from d9d_dist import ContextSplit, StageInfo, UserError
 from d9d_dist.testing import run_ranks
@@ -134,9 +138,12 @@ def test_results_of_another_job_are_refused(tmp_path: Path) -> None:
             _inference(tmp_path, **values).run()
 
 
+@dataclass(slots=True)
 class _Scaled(_Sums):
-    def __init__(self, factor: float = 1.0) -> None:
-        self.factor = factor
+    factor: float = 1.0
+    words: list[int] = field(default_factory=lambda: [1])
+    limit: float = math.inf
+    _started: float = field(default_factory=time.perf_counter)
 
 
 def _start(folder: Path, *, seed: int = 0, weights: int = 0, task: InferenceTask | None = None, size: int = 6) -> None:
@@ -155,6 +162,7 @@ def _start(folder: Path, *, seed: int = 0, weights: int = 0, task: InferenceTask
         ({"seed": 1}, "the data.contents was .*"),
         ({"weights": 1}, "the values of the model was .*"),
         ({"task": _Scaled(2.0)}, "the task's factor was 1.0, and now is 2.0"),
+        ({"task": _Scaled(words=[2])}, "the task's words was .*"),
     ],
 )
 def test_other_contents_of_equal_names_and_sizes_are_an_error(
@@ -174,18 +182,39 @@ def test_the_contents_are_equal_in_every_layout(tmp_path: Path) -> None:
     first.events.on(PartWritten, partial(_stop_at_two, stops=True))
     with pytest.raises(KeyboardInterrupt):
         first.run()
+    plan = tmp_path / "run/results/plan.json"
+    before = json.loads(plan.read_text())
     mesh = {"pipeline_parallel": 2, "data_parallel_shard": 2}
     assert run_ranks(_run, str(tmp_path), weights, mesh, world_size=4) == [23] * 4
+    after = json.loads(plan.read_text())
+    names = ["the structure of the model", "the model", "the code of the job"]
+    assert [after["code"][name] for name in names] == [before["code"][name] for name in names]
     torch.testing.assert_close([line["sum"] for line in _lines(tmp_path)], _expected(model), rtol=1e-12, atol=1e-12)
 
 
+def _scaled_batch(samples: list[Batch], *, by: float) -> Batch:
+    batch = default_collate(samples)
+    return {**batch, "x": batch["x"] * by}
+
+
 def test_changed_code_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for digest in "aab":
-        with mock.patch.object(inference_module, "source_digests", lambda _weights, digest=digest: {"my.py": digest}):
-            job = _inference(tmp_path, size=6)
-        job.run()
-        is_changed = "which other code has computed:\n  my.py has changed" in capsys.readouterr().out
-        assert is_changed == (digest == "b")
+    for by, source in ((1.0, "a"), (1.0, "a"), (2.0, "a"), (1.0, "b")):
+        job = Inference(
+            _config(tmp_path), model=_Net, data=_data(6), task=_Sums(), collate=partial(_scaled_batch, by=by)
+        )
+        with mock.patch.object(inference_module, "source_digests", lambda _weights, source=source: {"my.py": source}):
+            job.run()
+        _, _, changed = capsys.readouterr().out.partition("are kept, which other code has computed:\n")
+        expected = {(2.0, "a"): "  the code of the job has changed\n", (1.0, "b"): "  my.py has changed\n"}
+        assert changed == expected.get((by, source), "")
+
+
+def test_results_of_an_earlier_version_are_kept(tmp_path: Path) -> None:
+    _start(tmp_path)
+    plan = tmp_path / "run/results/plan.json"
+    names = ("weights", "batch_size", "seed", "task", "num_samples", "part_size")
+    plan.write_text(json.dumps({name: value for name, value in json.loads(plan.read_text()).items() if name in names}))
+    _start(tmp_path)
 
 
 class _Doubles(_Sums):

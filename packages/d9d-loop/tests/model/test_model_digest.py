@@ -54,28 +54,33 @@ def _by_the_equation(model: nn.Module) -> str:
 
 def test_the_digest_equals_its_formula(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _built()
-    assert model_digest(model, ctx, frozen_only=True) == _by_the_equation(model)
+    assert model_digest(model, ctx, frozen=True) == _by_the_equation(model)
     monkeypatch.setattr("d9d_dist.shards._BLOCK_ELEMENTS", 4)
-    assert model_digest(model, ctx, frozen_only=True) == _by_the_equation(model)
+    assert model_digest(model, ctx, frozen=True) == _by_the_equation(model)
 
 
 def test_the_digest_depends_only_on_frozen_values(ctx: DistributedContext) -> None:
     model = _built()
-    before = model_digest(model, ctx, frozen_only=True)
+    before = model_digest(model, ctx, frozen=True)
     model.get_parameter("trained").data.zero_()
-    assert model_digest(model, ctx, frozen_only=True) == before
+    assert model_digest(model, ctx, frozen=True) == before
     with torch.no_grad():
         weight = model.get_parameter("up.weight")
         weight.copy_(weight.roll(1, 0))
-    assert model_digest(model, ctx, frozen_only=True) != before
+    assert model_digest(model, ctx, frozen=True) != before
 
 
 def test_the_digest_of_all_values_has_the_trained_ones(ctx: DistributedContext) -> None:
     model = _built()
     before = model_digest(model, ctx)
-    assert before != model_digest(model, ctx, frozen_only=True)
+    own = [model_digest(model, ctx, frozen=each) for each in (False, True)]
+    assert (int(own[0], 16) + int(own[1], 16)) % 2**64 == int(before, 16)
     model.get_parameter("trained").data.zero_()
     assert model_digest(model, ctx) != before
+    model.register_buffer("turns", torch.full((4,), 1 + 2j, dtype=torch.complex128))
+    with_turns = model_digest(model, ctx)
+    model.get_buffer("turns").mul_(1j)
+    assert model_digest(model, ctx) != with_turns
 
 
 def _on_ranks() -> list[str]:
@@ -96,11 +101,11 @@ def _on_ranks() -> list[str]:
                     axes = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
                     parallelize_hsdp(model, axes, shard_axis="dp_cp_shard")
 
-            found.append(model_digest(_built(parallelize), ctx, frozen_only=True))
+            found.append(model_digest(_built(parallelize), ctx, frozen=True))
     return found
 
 
 def test_the_digest_does_not_depend_on_the_layout(ctx: DistributedContext) -> None:
     # In one layout replicated parameters are on ranks with different shards: they are counted once.
-    expected = model_digest(_built(), ctx, frozen_only=True)
+    expected = model_digest(_built(), ctx, frozen=True)
     assert run_ranks(_on_ranks, world_size=4) == [[expected] * 4] * 4

@@ -96,6 +96,15 @@ def test_the_settings_of_generation_config_are_used(byte_run: Path) -> None:
     assert len(set(map(tuple, greedy))) == 1
     assert _sampled(byte_run, {"do_sample": True, "top_k": 1}) == greedy
     assert _sampled(byte_run, {"top_p": 1e-6, "temperature": 0.5}) == greedy
+    assert _sampled(byte_run, {"top_p": 1e-6}) == greedy
+    assert _sampled(byte_run, {"top_k": 1}) == greedy
+    assert _sampled(byte_run, {"do_sample": True, "temperature": 0.0}) == greedy
+    assert _sampled(byte_run, {"do_sample": False}, top_p=1e-6) == greedy
+    assert _sampled(byte_run, {"do_sample": False}, top_p=1.0) != greedy
+    assert _sampled(byte_run, {"do_sample": True, "num_return_sequences": 2}, temperature=0) == greedy
+    end = next(place for place, token in enumerate(greedy[0]) if token < 128)  # a whole character
+    stopped = _sampled(byte_run, {"do_sample": False, "stop_strings": chr(greedy[0][end])})
+    assert stopped == [each[: end + 1] for each in greedy]
     free = _sampled(byte_run, {})
     assert len(set(map(tuple, free))) == 8
     assert _sampled(byte_run, {"do_sample": False}, temperature=0.7, top_p=0.95) != greedy

@@ -57,10 +57,15 @@ def describe_code(model: BuiltModel, task: BatchTask, others: Mapping[str, objec
     """Return what all ranks must agree on, by the name of each part in an error message.
 
     `others` are more objects of the user, by name. Flags of the task are not compared: a task may print on rank 0 only.
+    Neither are numbers under a name that begins with an underscore, such as a time.
     """
     user = {
         "the task": type(task),
-        **{f"the task's {name}": value for name, value in vars(task).items() if not isinstance(value, bool)},
+        **{
+            f"the task's {name}": value
+            for name, value in vars(task).items()
+            if not isinstance(value, bool | float if name.startswith("_") else bool)
+        },
         **others,
     }
     return {

@@ -174,7 +174,7 @@ class JobState:
         self.restored = info = self._find(is_rollback=is_rollback)
         expected = None if info is None else frozen_digest_of(info)
         if self._trainable_only or expected is not None:
-            self._frozen_digest = model_digest(self._model, self._ctx, frozen_only=True)
+            self._frozen_digest = model_digest(self._model, self._ctx, frozen=True)
         if info is None:
             return Record()
         if expected is not None and self._frozen_digest != expected:
@@ -216,8 +216,8 @@ class JobState:
         return record
 
     def keep_reference(self) -> None:
-        """Save the digest of the current values, of which a reference has a copy, with each checkpoint. Collective."""
-        self._reference_digest = model_digest(self._model, self._ctx)
+        """Save the digest of the current trainable values, the reference's, with each checkpoint. Collective."""
+        self._reference_digest = model_digest(self._model, self._ctx, frozen=False)
 
     def _load(self, info: CheckpointInfo) -> None:
         """Load the model, its average and the optimizer. Collective."""
@@ -413,7 +413,7 @@ class JobState:
         """With `trainable_only`, check once that no event handler has changed a frozen parameter. Collective."""
         if not self._trainable_only or self._is_digest_checked:
             return
-        if model_digest(self._model, self._ctx, frozen_only=True) != self._frozen_digest:
+        if model_digest(self._model, self._ctx, frozen=True) != self._frozen_digest:
             raise UserError(
                 "checkpoint.trainable_only = true, but frozen parameters do not have their initial values, and no "
                 "checkpoint could restore them. Use the run's original initial_weights or seed, do not change frozen "

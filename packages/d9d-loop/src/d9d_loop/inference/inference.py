@@ -1,5 +1,6 @@
 """Inference over a dataset. Each result is written once, in sample order, even after restarts."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.contents import identity_of
+from d9d_loop.data.contents import digest_of, identity_of
 from d9d_loop.data.data_provider import as_samples
 from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.engine.code_digest import source_digests
+from d9d_loop.engine.code_digest import describe_code, source_digests
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.start import agree_on_start
@@ -42,9 +43,6 @@ from d9d_loop.task import InferenceTask
 from d9d_loop.writable import check_writable
 from d9d_pipeline import OneForwardOneBackward
 from d9d_state.folder_lock import locked_folder
-
-_PLAIN = (bool, int, float, str, type(None))
-"""Types of attributes of a task that are compared with those of the first start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,8 @@ class Inference:
                 "precision": config.precision,
                 "seed": config.seed,
                 "task": type(task).__qualname__,
+                **_settings(task),
             },
-            code=source_digests(self._weights),
         )
 
     def run(self) -> InferenceResult:
@@ -130,25 +128,22 @@ class Inference:
             agree_on_start(resolved, ctx, plan, self._task, others, data={"the data": identity})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx, wait_seconds=hangs.timeouts.lock_seconds):
+                code = describe_code(plan.built, self._task, others)
+                self._check({"the data": identity()}, ctx, code)
                 pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
                 pipeline.shared.copy_values()
                 pipeline.model.eval()
-                self._check_contents(
-                    {"the data": identity(), "the values of the model": model_digest(pipeline.model, ctx)}, ctx
-                )
-                self.events.emit(ModelReady(0, pipeline.model, ctx))
+                self._check({"the values of the model": model_digest(pipeline.model, ctx)}, ctx, {})
                 self._complete(pipeline, ctx, watchdog)
         return InferenceResult(len(self._data), self._results.file)
 
-    def _check_contents(self, contents: Mapping[str, JsonValue], ctx: DistributedContext) -> None:
+    def _check(self, contents: Mapping[str, JsonValue], ctx: DistributedContext, code: Mapping[str, object]) -> None:
         """Raise `UserError` if the folder has results of other contents; report changed code. Collective."""
         problem: UserError | None = None
-        settings = {
-            f"the task's {name}": value for name, value in vars(self._task).items() if isinstance(value, _PLAIN)
-        }
         if ctx.is_main_process:
+            digests = {name: digest_of(each)[:16] for name, each in code.items()} | source_digests(self._weights)
             try:
-                if lines := self._results.check({**contents, **settings}):
+                if (lines := self._results.check(contents, digests)) and code:
                     first = f"d9d: results in {self._results.folder} are kept, which other code has computed:"
                     print("\n".join([first, *lines]), flush=True)
             except UserError as error:
@@ -162,6 +157,7 @@ class Inference:
         if is_complete:
             return
         if missing:
+            self.events.emit(ModelReady(0, pipeline.model, ctx))
             self._compute(missing, pipeline, ctx, watchdog)
         ctx.set_timeout(ctx.timeouts.startup + watchdog.margin)
         with watchdog.phase("writing the results", timeout=ctx.timeouts.startup):
@@ -273,3 +269,23 @@ class Inference:
         inputs = partial(pipeline.inputs_of, self._task)
         pipeline.forward(batches, len(sizes), inputs=inputs, on_output=take, around=around)
         return results
+
+
+def _settings(task: InferenceTask) -> dict[str, JsonValue]:
+    """Return the attributes of a task whose names do not begin with an underscore; digests of those with parts."""
+    found: Any = object.__getstate__(task)
+    parts = filter(None, found if isinstance(found, tuple) else (found,))  # with the values of slots
+    values = {name: value for part in parts for name, value in part.items() if not name.startswith("_")}
+    return {f"the task's {name}": _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> JsonValue:
+    match value:
+        case float() if not math.isfinite(value):
+            return repr(value)
+        case bool() | int() | float() | str() | None:
+            return value
+        case Path():
+            return str(value)
+        case _:
+            return digest_of(value)[:16]

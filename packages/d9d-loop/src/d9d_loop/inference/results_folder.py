@@ -23,7 +23,7 @@ class ResultsFolder:
     """Folder with the parts, `results.jsonl` (one line per sample) and `plan.json` (the identity of the job).
 
     `file` exists once the job is complete. `identity` has other values that determine the results; `check` rejects a
-    folder with another identity. `code` has the digests of `source_digests`, whose changes are reported.
+    folder with another identity.
     """
 
     def __init__(
@@ -33,13 +33,12 @@ class ResultsFolder:
         num_samples: int,
         part_size: int,
         identity: Mapping[str, JsonValue] | None = None,
-        code: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.file = folder, folder / "results.jsonl"
         self._plan, self._parts = folder / "plan.json", folder / "parts"
         self._num_samples, self._part_size = num_samples, part_size
         self._identity = {**(identity or {}), "num_samples": num_samples, "part_size": part_size}
-        self._code: JsonValue = dict(code or {})
+        self._code: dict[str, JsonValue] = {}
 
     @property
     def num_parts(self) -> int:
@@ -51,28 +50,30 @@ class ResultsFolder:
         start = part * self._part_size
         return range(start, min(start + self._part_size, self._num_samples))
 
-    def check(self, contents: Mapping[str, JsonValue] | None = None) -> list[str]:
+    def check(
+        self, contents: Mapping[str, JsonValue] | None = None, code: Mapping[str, JsonValue] | None = None
+    ) -> list[str]:
         """Return a line for each change of the code since the existing results in the folder.
 
-        `contents` are further values of the identity, which are known later.
+        `contents` are further values of the identity, and `code` digests of code by name. Values that the existing
+        results do not have are not compared.
 
         Raises:
             UserError: If existing results belong to another job; the message has the differences.
         """
         self._identity |= contents or {}
+        self._code |= code or {}
         if not self._plan.exists():
             return []
         before = json.loads(self._plan.read_text(encoding="utf-8"))
-        code = before.pop("code")
-        if lines := [
-            describe(change) for change in changes({key: before.get(key) for key in self._identity}, self._identity)
-        ]:
+        same = before.pop("code", {})
+        if lines := [describe(change) for change in changes(before, self._identity, known_only=True)]:
             raise UserError(
                 f"{self.folder} holds results of another job, which cannot be combined with these:\n"
                 + "\n".join(lines)
                 + "\nRestore these values, or use --run.name for a new run."
             )
-        return [f"  {name} has changed" for name, _, _ in changes(code, self._code, known_only=True)]
+        return [f"  {name} has changed" for name, _, _ in changes(same, self._code, known_only=True)]
 
     def is_complete(self) -> bool:
         """Return True if all results are in `file`."""

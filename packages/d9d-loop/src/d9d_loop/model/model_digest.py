@@ -21,19 +21,19 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def model_digest(model: nn.Module, ctx: DistributedContext, *, frozen_only: bool = False) -> str:
+def model_digest(model: nn.Module, ctx: DistributedContext, *, frozen: bool | None = None) -> str:
     """Return the digest of all tensors that a checkpoint has: 16 hexadecimal digits, equal on every rank.
 
-    With `frozen_only`, only of those that do not require gradients. Collective: an all-reduce of 8 bytes over all
-    ranks. Reads every such tensor once and synchronizes host and device.
+    `frozen` chooses those that do not require gradients, or only trainable parameters. Collective: an all-reduce of 8
+    bytes over all ranks. Reads every such tensor once and synchronizes host and device.
     """
     total = torch.zeros((), dtype=torch.int64, device=ctx.device)
     first_rank = 0
     if ctx.world_size > 1:
         first_rank = min(dist.get_process_group_ranks(ctx.group_for("batch", "dp", "cp", "tp")))
-    trainable = model_tensors(model, trainable_only=True) if frozen_only else {}
+    trainable = model_tensors(model, trainable_only=True)
     for name, tensor in model_tensors(model).items():
-        if name not in trainable and _is_counted_on_this_rank(tensor, ctx, first_rank):
+        if (name in trainable) != frozen and _is_counted_on_this_rank(tensor, ctx, first_rank):
             hashed = hashlib.blake2b(name.removeprefix("model.").encode(), digest_size=8).digest()
             total += (int.from_bytes(hashed, signed=True) | 1) * _checksum(tensor, name)
     if ctx.world_size > 1:
@@ -56,5 +56,12 @@ def _checksum(tensor: Tensor, name: str) -> Tensor:
     """Return sum_i (2i + 1) b_i over this rank's elements, 0-dim int64; i is the flat index in the whole tensor."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for block, index in indexed_blocks(tensor, name):
-        total += (block.view(_BITS[block.element_size()]).long() * (2 * index + 1)).sum()
+        total += (_bits(block) * (2 * index + 1)).sum()
     return total
+
+
+def _bits(block: Tensor) -> Tensor:
+    if block.is_complex():
+        real, imaginary = torch.view_as_real(block.resolve_conj()).unbind(-1)
+        return _bits(real.contiguous()) + 3 * _bits(imaginary.contiguous())
+    return block.view(_BITS[block.element_size()]).long()

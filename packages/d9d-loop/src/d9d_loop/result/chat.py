@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from d9d_loop.result import LoadedResult
 
+_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "top_k": 0}
+"""Settings where `generation_config.json` has none, if it has no `do_sample` either."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answer each line of standard input; the text is streamed to standard output.
@@ -45,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        help="sampling temperature, 0 for greedy decoding; default: that of generation_config.json, else 0.7",
+        help="sampling temperature, 0 for greedy decoding; default: as generation_config.json says, else 0.7",
     )
     parser.add_argument(
-        "--top-p", type=float, help="nucleus sampling; default: that of generation_config.json, else 0.95"
+        "--top-p", type=float, help="nucleus sampling; default: as generation_config.json says, else 0.95"
     )
     parser.add_argument("--seed", type=int, help="sampling seed; random by default")
     parser.add_argument("--device", help="device of the model; default: the accelerator, if there is one, else the CPU")
@@ -94,17 +97,24 @@ def answer_tokens(
 ) -> list[int]:
     """Return the tokens of one continuation up to a stop token, by `generate` of `transformers`.
 
-    The settings of the model's `generation_config.json` apply, except `num_beams`. If it does not choose how to sample,
-    the temperature is 0.7 and `top_p` 0.95. `temperature` and `top_p` replace these; a temperature of 0 selects greedy
-    decoding. `on_tokens` is called with all tokens so far after each new one. `images` are the inputs of the model
-    beside `input_ids`, such as pixels.
+    The settings of the model's `generation_config.json` apply, except `num_beams` and `num_return_sequences`. If it has
+    no `do_sample`, tokens are sampled, with a temperature of 0.7 and `top_p` of 0.95 where it has none. `temperature`
+    and `top_p` replace these; a temperature of 0 selects greedy decoding. `on_tokens` is called with all tokens so far
+    after each new one. `images` are the inputs of the model beside `input_ids`, such as pixels.
     """
     import torch  # noqa: PLC0415 - help is printed without torch
 
     device, stops = result.model.device, list(result.stop_tokens)
     ids = torch.tensor([list(input_ids)], device=device)
     inputs = {"attention_mask": torch.ones_like(ids), **(images or {})}
-    streamed = _Streamed(stops, on_tokens)
+    own, streamed = result.model.generation_config, _Streamed(stops, on_tokens)
+    ends: list[str] = own.stop_strings or []
+    ends = [ends] if isinstance(ends, str) else ends
+
+    def has_ended(ids: "torch.Tensor", _scores: object, **_: object) -> "torch.Tensor":
+        text = result.tokenizer.decode(streamed.tokens) if ends else ""
+        return torch.full((len(ids),), any(end in text for end in ends), device=ids.device)
+
     result.model.generate(
         input_ids=ids,
         **{name: value.to(device) for name, value in inputs.items()},
@@ -112,25 +122,27 @@ def answer_tokens(
         eos_token_id=stops or None,
         pad_token_id=stops[0] if stops else 0,
         streamer=streamed,
-        **_sampling(result.model.generation_config, temperature, top_p),
+        stop_strings=None,
+        stopping_criteria=[has_ended],
+        num_beams=1,
+        num_return_sequences=1,
+        **_sampling(own, temperature, top_p),
     )
     return streamed.tokens
 
 
 def _sampling(own: Any, temperature: float | None, top_p: float | None) -> dict[str, Any]:
     """Return the arguments of `generate` that choose tokens, if `own` are the model's settings."""
-    options: dict[str, Any] = {"num_beams": 1}
+    options = {name: getattr(own, name) for name in ("do_sample", *_SAMPLING)}
     if own.do_sample is None:
-        options["do_sample"] = True
-        if own.temperature is None:
-            options |= {"temperature": 0.7, "top_p": 0.95, "top_k": 0}
-    if temperature is not None:
-        options |= {"do_sample": temperature > 0, "temperature": temperature}
-    if top_p is not None:
-        options["top_p"] = top_p
-    if not options.get("do_sample", own.do_sample):
-        options |= {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # the defaults, which have no effect
-    return options
+        missing = {name: value for name, value in _SAMPLING.items() if options[name] is None}
+        options |= {"do_sample": True, **missing}
+    given = {"temperature": temperature, "top_p": top_p}
+    if given := {name: value for name, value in given.items() if value is not None}:
+        options |= {"do_sample": True, **given}
+    if not options["do_sample"] or options["temperature"] == 0:
+        options = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}  # defaults, without an effect
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class _Streamed:
