@@ -111,9 +111,9 @@ def answer_tokens(
     ends: list[str] = own.stop_strings or []
     ends = [ends] if isinstance(ends, str) else ends
 
-    def has_ended(ids: "torch.Tensor", _scores: object, **_: object) -> "torch.Tensor":
-        text = result.tokenizer.decode(streamed.tokens) if ends else ""
-        return torch.full((len(ids),), any(end in text for end in ends), device=ids.device)
+    def has_ended(tokens: "torch.Tensor", _scores: object, **_: object) -> "torch.Tensor":
+        text = result.tokenizer.decode(tokens[0, ids.shape[1] :].tolist()) if ends else ""
+        return torch.full((1,), any(end in text for end in ends), device=device)
 
     result.model.generate(
         input_ids=ids,
