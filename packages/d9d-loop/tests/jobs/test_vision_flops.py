@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from vision_cases import CHATS, EAGER, FAMILIES, save_chats, save_model, vision_config
 
+from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.flop_measurement import measure_flops, meta_copy
@@ -19,6 +20,7 @@ from d9d_loop.job.flop_meter import FlopMeter
 from d9d_loop.jobs import text_trainer
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.planning import plan_cluster
 from d9d_loop.task import to_inputs
 from d9d_metrics import read_metrics
 
@@ -106,8 +108,10 @@ def test_flops_equal_those_of_torch_for_other_images(family: str, trained: str, 
     TRAINED[trained](model)
     TRAINED[trained](for_meta)
     data = image_chats(vision_config(released / family, released / "chats.jsonl", released))
-    batches = [data.collate([data.samples[index] for index in group]) for group in ((0,), (1, 2), (3,), (5,), (6, 7))]
-    for measured in (batches[0], batches[1]):
+    # Mistral 3 computes all pairs of patches of all images, which a mask separates, and padding of their pixels.
+    groups = ((0,), (4,), (1,), (5,)) if family == "mistral3" else ((0,), (6, 7), (3,), (1, 2), (5,))
+    batches = [data.collate([data.samples[index] for index in group]) for group in groups]
+    for measured in (batches[0], batches[-2]):
         formula, _ = measure_flops(meta_copy(for_meta), TASK, measured)
         assert formula.images is not None
         assert FlopFormula.from_json(formula.to_json()) == formula
@@ -118,7 +122,7 @@ def test_flops_equal_those_of_torch_for_other_images(family: str, trained: str, 
             lengths = batch["attention_mask"].sum(1).tolist()
             assert float(meter.take()) == pytest.approx(formula.of_lengths(lengths) + float(formula.images.of(batch)))
     if trained != "tower":  # samples without images
-        texts = {name: batches[3][name][:1] for name in ("input_ids", "attention_mask", "labels")}
+        texts = {name: batches[-1][name][:1] for name in ("input_ids", "attention_mask", "labels")}
         assert _of_all_pairs(formula, texts) == pytest.approx(_counted(model, texts), rel=1e-12)
 
 
@@ -145,3 +149,11 @@ def test_a_job_reports_the_flops_of_its_images(mesh: dict[str, int], released: P
             meter.add(to_inputs(TASK.inputs(batch)), batch)
         expected.append(float(meter.take()) / 2)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_plan_of_a_job_with_images_is_an_error(released: Path, tmp_path: Path) -> None:
+    if not (released / "gemma3").is_dir():
+        save_model("gemma3", released / "gemma3")
+    trainer = text_trainer(vision_config(released / "gemma3", released / "chats.jsonl", tmp_path))
+    with pytest.raises(UserError, match="a job with images; expected texts"):
+        plan_cluster(trainer, world_size=1, hardware="h100-dgx")

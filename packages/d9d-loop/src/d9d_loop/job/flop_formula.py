@@ -11,6 +11,7 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from d9d_metrics.flops import num_pairs
 
@@ -57,25 +58,27 @@ class AttentionFlops:
 class ImageFlops:
     """FLOPs of the vision tower and the projector of a model of `transformers`, for the inputs of its images.
 
-    Their sizes are those of `image_grid_thw` [N, 3]: frames, and patches vertically and horizontally. Without them, all
-    images or tiles [..., C, H, W] of `pixel_values` are of the same size; those of zeros among several of a sample are
-    padding.
+    Their sizes are those of `image_grid_thw` [N, 3]: frames, and patches vertically and horizontally; or those of
+    `image_sizes` [N, 2] in pixels. Without them, all images or tiles [..., C, H, W] of `pixel_values` are of the same
+    size; those of zeros among several of a sample are padding.
 
     Attributes:
-        per_patch: FLOPs of a patch; of a pixel without `image_grid_thw`.
+        per_patch: FLOPs of a patch; of a pixel without sizes.
         per_pair: Window sizes in patches, vertically and horizontally, `None` for whole frames; and the FLOPs of a pair
             of patches in the same window, summed over heads and layers.
+        patch_size: Pixels of a patch in each dimension, for `image_sizes`; `None` if these are not read.
     """
 
     per_patch: float
     per_pair: tuple[tuple[int | None, float], ...] = ()
+    patch_size: int | None = None
 
     def of(self, inputs: Mapping[str, Any]) -> Tensor | float:
         """Return the FLOPs of the images among a model's inputs, 0-dim. No host-device synchronization."""
         pixels = inputs.get("pixel_values")
         if not isinstance(pixels, Tensor):
             return 0.0
-        if (sizes_N3 := inputs.get("image_grid_thw")) is None:
+        if (sizes_N3 := sizes_in_patches(inputs, self.patch_size)) is None:
             has_padding = pixels.dim() > 4
             num_tiles = pixels.flatten(0, -4).flatten(1).any(1).sum().double() if has_padding else len(pixels)
             return self.per_patch * num_tiles * pixels.shape[-2] * pixels.shape[-1]
@@ -83,6 +86,13 @@ class ImageFlops:
         for window, flops in self.per_pair:
             total = total + flops * pairs_of_patches(sizes_N3, window)
         return total
+
+
+def sizes_in_patches(inputs: Mapping[str, Any], patch_size: int | None) -> Tensor | None:
+    """Return the sizes [N, 3] of the images among a model's inputs: frames, and patches in both dimensions."""
+    if patch_size is None:
+        return inputs.get("image_grid_thw")
+    return F.pad(inputs["image_sizes"] // patch_size, (1, 0), value=1)
 
 
 def pairs_of_patches(sizes_N3: Tensor, window: int | None) -> Tensor:
@@ -131,5 +141,5 @@ class FlopFormula:
         attention, images = (AttentionFlops(**each) for each in values["attention"]), values["images"]
         if images is not None:
             pairs = tuple((window, flops) for window, flops in images["per_pair"])
-            images = ImageFlops(per_patch=images["per_patch"], per_pair=pairs)
+            images = ImageFlops(per_patch=images["per_patch"], per_pair=pairs, patch_size=images["patch_size"])
         return cls(per_row=values["per_row"], attention=tuple(attention), images=images)

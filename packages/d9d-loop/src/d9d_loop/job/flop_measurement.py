@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, DeclaresWindow
 from d9d_loop.job.backward_walk import walk_backward
-from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches
+from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches, sizes_in_patches
 from d9d_loop.job.known_values import known_values
 from d9d_loop.task import Task, to_inputs, with_reference
 from d9d_pipeline import Inputs
@@ -314,13 +314,16 @@ class _ImageCalls:
         self._calls: list[Any] = []
         self._features: list[tuple[Tensor, Tensor]] = []
         self._forward_flops = 0.0
+        self._patch_size: int | None = None
 
     def replace(self, model: nn.Module, *, has_grids: bool) -> None:
         """Replace the methods of a model's modules; with sizes of images, the tower attends to all windows at once."""
         for module in model.modules():
             if (function := getattr(module, "get_image_features", None)) is not None:
                 module.get_image_features = partial(self._call, function)  # ty: ignore[invalid-assignment]
-                if (vision := getattr(module.config, "vision_config", None)) is not None and has_grids:
+                vision: Any = getattr(module.config, "vision_config", None)
+                self._patch_size = getattr(vision, "patch_size", None)
+                if vision is not None and has_grids:
                     vision._attn_implementation = _IN_ONE_CALL
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -366,9 +369,15 @@ class _ImageCalls:
         if not self._calls:
             return None
         products, attention = self._counter.flops["images"], self._attention.of_images
-        if (sizes_N3 := inputs.get("image_grid_thw")) is None:
+        patch_size = self._patch_size if "image_sizes" in inputs and inputs["pixel_values"].dim() == 4 else None
+        if (sizes_N3 := sizes_in_patches(inputs, patch_size)) is None:
             total = products + sum(flops for flops, _ in attention["images"].values())
             return ImageFlops(per_patch=total / float(ImageFlops(per_patch=1.0).of(inputs)))
+        if patch_size is not None:  # a mask separates the images in one call
+            pairs = attention["images"].values()
+            per_image = sum(flops / (num_pairs / len(self._calls)) for flops, num_pairs in pairs)
+            per_patch = products / int(sizes_N3.prod(1).sum())
+            return ImageFlops(per_patch=per_patch, per_pair=((None, per_image),), patch_size=patch_size)
         self._probe()
         num_patches, num_of_probe = int(sizes_N3.prod(1).sum()), math.prod(self._PROBE)
         if self._counter.flops["probe"] * num_patches != self._forward_flops * num_of_probe:

@@ -31,6 +31,7 @@ from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.schedule_time import scheduled_step_time
 from d9d_loop.planning.short_run import short_runs
 from d9d_loop.planning.step_model import StepTime
+from d9d_loop.task import to_inputs
 from d9d_pipeline import Program, build, simulate
 
 
@@ -213,11 +214,16 @@ def plan_cluster(
         length: Tokens of a sample; read from the data by default.
 
     Raises:
-        UserError: If the job's own checks fail for this number of devices, or `search` is set and the planner cannot
-            compute the step time of this model.
+        UserError: If the job's own checks fail for this number of devices, the job has images, or `search` is set and
+            the planner cannot compute the step time of this model.
     """
     launch = Launch(world_size=world_size, device="cpu")
     plan = trainer.plan_for(launch)
+    if "pixel_values" in to_inputs(plan.task.inputs(plan.first_batch(1))).shared:
+        raise UserError(
+            "got a job with images; expected texts, because plans do not count vision towers. Plan the language model "
+            "with a job sft, and run a few steps for the memory of the tower."
+        )
     hardware = Hardware.load(hardware) if isinstance(hardware, str) else hardware
     refusal = ""
     if shape is None or length is None:
