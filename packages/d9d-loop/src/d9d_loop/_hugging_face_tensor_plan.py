@@ -84,6 +84,8 @@ def tensor_plan(model: Any, degree: int, *, leave: Collection[str] = ()) -> Tens
             # The model also reads the padding token's row of this weight outside of the embedding's forward.
             plan.pop(f"{name}.language_model.embed_tokens", None)
             plan[name] = _ReadsParameters(("language_model.embed_tokens",))
+        if type(module).__name__ in ("Glm4vVisionEmbeddings", "Glm4vMoeVisionEmbeddings"):
+            plan[name] = _ReadsParameters(("position_embedding",))  # interpolates the weight
     return TensorPlan(_without_undivided(model, plan, degree), whole)
 
 

@@ -107,20 +107,21 @@ def test_losses_and_parameters_equal_those_of_a_plain_loop(
         _train(*arguments, stages if mesh == "stages" else None)
     else:
         run_ranks(_train, *arguments, world_size=size)
-    assert_trained(tmp_path / "vision", losses, parameters)
+    assert_trained(tmp_path / "vision", losses, parameters, family=family)
 
 
-@pytest.mark.sample("fsdp")
+@pytest.mark.sample("fsdp-qwen3_vl_moe")
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "glm4v_moe"])
 @pytest.mark.parametrize("mesh", EXPERTS)
 def test_losses_and_parameters_of_sharded_experts_equal_those_of_a_plain_loop(
-    mesh: str, released: dict[str, Any], tmp_path: Path
+    mesh: str, family: str, released: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("d9d_moe")
-    losses, parameters = _plain(released, family := "qwen3_vl_moe")
+    losses, parameters = _plain(released, family)
     degrees = {**EXPERTS[mesh], "expert_parallel": 2}
     arguments = (released["root"] / family, released["file"], tmp_path, degrees)
     run_ranks(_train, *arguments, world_size=prod(EXPERTS[mesh].values()))
-    assert_trained(tmp_path / "vision", losses, parameters)
+    assert_trained(tmp_path / "vision", losses, parameters, family=family)
 
 
 def test_features_of_images_that_enter_blocks_of_a_later_stage_are_an_error() -> None:

@@ -101,7 +101,7 @@ def test_losses_and_parameters_equal_those_of_one_sample_at_a_time(
         _train(*arguments)
     else:
         run_ranks(_train, *arguments, world_size=prod(MESHES[mesh].values()))
-    assert_trained(tmp_path / "vision", losses, parameters)
+    assert_trained(tmp_path / "vision", losses, parameters, family=family)
 
 
 def _of_another_sample(found: torch.Tensor) -> torch.Tensor:

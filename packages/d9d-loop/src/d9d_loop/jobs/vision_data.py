@@ -124,11 +124,8 @@ def _chats(
     for axis in ("context_parallel_shard", "context_parallel_replicate"):
         if getattr(config.mesh, axis) > 1:
             check_family(config, f"mesh.{axis}")
-    processor, tokenizer, data = (
-        read_processor(config.model.tokenizer or config.model.folder),
-        chat_tokenizer(config),
-        config.dataset,
-    )
+    processor = read_processor(config.model.tokenizer or config.model.folder)
+    tokenizer, data = chat_tokenizer(config), config.dataset
     read: Read = _read_one if num_each == 1 else read_image_pair
     wrap = partial(ImageChats, read=read, tokenizer=tokenizer, processor=processor, broken=data.broken_images)
     training, evaluation = samples_of(config, wrap=wrap)

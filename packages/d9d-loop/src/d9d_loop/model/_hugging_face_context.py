@@ -20,9 +20,10 @@ from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_loop.model._block_trace import tensors_in, without_cache
 from d9d_loop.model._context_trace import Dims, trace_context, with_value
 
-IMAGE_MODELS = frozenset(
-    ("gemma3", "idefics3", "internvl", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-)
+IMAGE_MODELS = frozenset((
+    *("gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl"),
+    "qwen3_vl_moe",
+))  # fmt: skip
 """Values of `model_type` whose parts of rows, and samples of a packed row, are compared with single samples."""
 
 
