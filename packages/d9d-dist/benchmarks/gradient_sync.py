@@ -112,7 +112,7 @@ def summary(num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
     }
     gradient_bytes = 4 * found["num_parameters"]
     return {
-        "ranks": num_ranks,
+        "case": f"on {num_ranks} ranks",
         "parameters": found["num_parameters"],
         "seconds": {name: round(statistics.median(each), 4) for name, each in seconds.items()},
         "ratios": {name: round(middle, 3) for name, (_, middle, _) in ratios.items()},

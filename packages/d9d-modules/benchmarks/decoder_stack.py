@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
@@ -71,6 +72,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "largest_difference": _difference(steps, x),
         **_times(steps, args.repeats),
+        "share_of_products_in_transformers": round(_share_of_products(steps["transformers"]), 3),
     }
     print(json.dumps(figures, indent=2))
     if args.output:
@@ -152,6 +154,18 @@ def _difference(steps: dict[str, Callable[[], Tensor]], x: Tensor) -> dict[str, 
         name: round(((a - b).abs().max() / b.abs().max()).item(), 8)
         for name, a, b in zip(("output", "gradient"), *found, strict=True)
     }
+
+
+def _share_of_products(step: Callable[[], Tensor]) -> float:
+    """Return the share of a step's CPU time that its matrix products and its attention take."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            step()
+    events = profiler.key_averages()
+    named = [
+        each for each in events if each.key.startswith(("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot"))
+    ]
+    return sum(each.self_cpu_time_total for each in named) / sum(each.self_cpu_time_total for each in events)
 
 
 def _times(steps: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, Any]:
