@@ -29,12 +29,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--peers", choices=["grouped_mm", "eager"], nargs="+", default=["grouped_mm", "eager"])
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, args.dtype)
     ours = our_layer(args).to(dtype)
-    peers = {name: their_layer(args, name).to(dtype) for name in ("grouped_mm", "eager")}
+    peers = {name: their_layer(args, name).to(dtype) for name in args.peers}
     for peer in peers.values():
         copy_weights(ours, peer)
     layers: dict[str, nn.Module] = {"ours": ours, **{f"transformers {name}": peer for name, peer in peers.items()}}
@@ -45,7 +46,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "largest_difference": largest_difference(layers, x, gradient),
         **times(layers, x, gradient, args.repeats),
-        "share of products in grouped_mm": round(share_of_products(peers["grouped_mm"], x, gradient), 3),
+        f"share of products in {args.peers[0]}": round(share_of_products(peers[args.peers[0]], x, gradient), 3),
     }
     print(json.dumps(figures, indent=2))
     if args.output:
