@@ -30,6 +30,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_loop.jobs.vision_data import ImageCollator, image_chats
+from d9d_loop.model._context_trace import trace_context
 from d9d_loop.model._hugging_face_context import _Parts, _RowsForward
 from d9d_metrics import read_metrics
 
@@ -122,6 +123,25 @@ def test_losses_and_parameters_of_sharded_experts_equal_those_of_a_plain_loop(
     arguments = (released["root"] / family, released["file"], tmp_path, degrees)
     run_ranks(_train, *arguments, world_size=prod(EXPERTS[mesh].values()))
     assert_trained(tmp_path / "vision", losses, parameters, family=family)
+
+
+def _rotary(**more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+    return {"text_config": {"rope_parameters": rope, **more}}
+
+
+@pytest.mark.sample("idefics3")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_released_sizes_are_split(family: str) -> None:
+    """Trace the forward on `meta`. The default configurations of `transformers` have the sizes of released models."""
+    transformers: Any = import_module("transformers")
+    changes = {"glm4v": _rotary(), "glm4v_moe": _rotary(head_dim=128)}.get(family, {})
+    config = transformers.AutoConfig.for_model(family, **changes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    found = trace_context(model)
+    assert found.whole == {}
+    assert len(found.attention) == len(found.splits) == config.get_text_config().num_hidden_layers
 
 
 def test_features_of_images_that_enter_blocks_of_a_later_stage_are_an_error() -> None:
