@@ -1,0 +1,113 @@
+"""Host memory of the workers that decode images, compared with the images and pixels that are in flight.
+
+    python packages/d9d-loop/benchmarks/image_memory.py
+
+Prints JSON, in MiB: the peak of the private memory of two workers above that with one small batch each; the decoded
+images (3 bytes a pixel) of the batches that they read at that time; and these images with their pixels as float32,
+which the processor computes and the model receives.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import numpy as np
+from PIL import Image
+from torch import multiprocessing
+from vision_cases import (  # ty: ignore[unresolved-import] - beside the tests
+    chat,
+    image,
+    save_model,
+    text,
+    vision_config,
+)
+
+from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.worker_pool import WorkerPool
+from d9d_loop.jobs.vision_data import image_chats
+
+NUM_WORKERS, NUM_BATCHES = 2, 8
+
+
+class _Samples:
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def read(self, entry: Any) -> Any:
+        """Read a sample."""
+        return self._samples[entry]
+
+
+def _private_bytes() -> int:
+    """Return the memory that only the workers have, and their part of shared memory."""
+    total = 0
+    for worker in multiprocessing.active_children():
+        lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
+        total += sum(1024 * int(each.split()[1]) for each in lines if each.startswith(("Private", "Pss_Shmem")))
+    return total
+
+
+def measure(batch_size: int, side: int) -> dict[str, float]:
+    """Return the memory for batches of so many square images."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, chats = Path(name), [chat([image(number), text("what?")], "a cat") for number in range(batch_size + 1)]
+        save_model("qwen2_5_vl", folder / "model")
+        for file in ("processor_config.json", "preprocessor_config.json"):
+            if (path := folder / "model" / file).is_file():
+                values = json.loads(path.read_text(encoding="utf-8"))
+                settings = values.get("image_processor", values)
+                settings["size"] = {"shortest_edge": 16, "longest_edge": side * side}
+                path.write_text(json.dumps(values), encoding="utf-8")
+        (folder / "images").mkdir()
+        for number in range(batch_size + 1):
+            shape = (side, side, 3) if number else (32, 32, 3)
+            pixels = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / f"{number}.png")
+        file = folder / "chats.jsonl"
+        file.write_text("".join(json.dumps(each) + "\n" for each in chats), encoding="utf-8")
+        dataset = {"files": [file], "length": 10**6}
+        data = image_chats(vision_config(folder / "model", file, folder, dataset=dataset), lambda _: None)
+        stream: Any = _Samples(data.samples)
+        pool = WorkerPool(SampleReader(stream, data.collate), num_workers=NUM_WORKERS, seed=0)
+        small, large = [0], list(range(1, batch_size + 1))
+        jobs = (ReadJob(0, each) for each in chain([small] * NUM_WORKERS, [large] * NUM_BATCHES))
+        batches = pool.batches(jobs)
+        peak, done = 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.002):
+                peak = max(peak, _private_bytes())
+
+        next(batches)
+        before = _private_bytes()
+        thread = threading.Thread(target=watch)
+        thread.start()
+        pixel_bytes = 0
+        for batch in batches:
+            pixel_bytes = max(pixel_bytes, batch["pixel_values"].nbytes)
+        done.set()
+        thread.join()
+        pool.close()
+    images = NUM_WORKERS * batch_size * side * side * 3
+    found = {"peak": peak - before, "images": images, "images_and_pixels": images + NUM_WORKERS * pixel_bytes}
+    ratios = {"ratio_to_images": found["peak"] / images, "ratio_to_both": found["peak"] / found["images_and_pixels"]}
+    return {key: round(each / 2**20, 1) for key, each in found.items()} | {k: round(v, 2) for k, v in ratios.items()}
+
+
+def main() -> None:
+    """Print the memory for several batches."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    cases = {f"{size} images of {side} x {side}": measure(size, side) for size, side in ((4, 512), (8, 1024))}
+    print(json.dumps(cases, indent=2))
+
+
+if __name__ == "__main__":
+    main()
