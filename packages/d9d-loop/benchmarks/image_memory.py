@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import numpy as np
 from PIL import Image
 from torch import multiprocessing
-from vision_cases import (  # ty: ignore[unresolved-import] - beside the tests
+from vision_cases import (  # ty: ignore[import-not-found] - beside the tests
     chat,
     image,
     save_model,
