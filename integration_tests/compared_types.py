@@ -2,10 +2,10 @@
 
     python integration_tests/compared_types.py pipelines llama qwen3
 
-compares some types, or all, and writes `compared_types.json` and the table in `docs/hugging_face_model.md`. With
-`--all`, `test_zoo_pipelines.py` compares the types again; the results must be those of the record. A type is `equal`,
-an `error` of the user before the start, or `not built`: its authors' code does not run on a small configuration in one
-process.
+compares some types, or all (`--new`: those without an outcome), and writes `compared_types.json` and the tables in
+`docs/hugging_face_model.md`. With `--all`, `test_compared_types.py` compares the types again; the results must be those
+of the record. A type is `equal`, an `error` of the user before the start, `not applicable`, or `not built`: its
+authors' code does not run on a small configuration in one process.
 """
 
 import argparse
@@ -22,8 +22,10 @@ RECORD = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[1] / "docs" / "hugging_face_model.md"
 _START, _END = "<!-- compared types -->", "<!-- end of compared types -->"
 
+KINDS = ("error", "not applicable", "not built")
+
 Outcomes = dict[str, str]
-"""By type: `equal`, or a kind (`error`, `not built`, `different`), `: ` and the reason."""
+"""By type: `equal`, or a kind (of `KINDS`, or `different`), `: ` and the reason."""
 
 
 def pipelines(types: Sequence[str], folder: str) -> Outcomes:
@@ -40,6 +42,17 @@ def contexts(types: Sequence[str], folder: str) -> Outcomes:
     names = [f"contexts:{name}" for name in types]
     found, _ = run_ranks(context_differences, names, {"context_parallel_shard": 2}, world_size=2, timeout=1800)
     return _outcomes(names, found)
+
+
+def experts(types: Sequence[str], folder: str) -> Outcomes:
+    """Compare losses and gradients of two ranks that share the experts with one rank."""
+    names = [f"experts:{name}" for name in types]
+    mesh = {"data_parallel_shard": 2, "expert_parallel": 2}
+    found, _ = run_ranks(context_differences, names, mesh, world_size=2, timeout=1800)
+    return {
+        name: "not applicable: no experts" if "has no experts" in line else line
+        for name, line in _outcomes(names, found).items()
+    }
 
 
 def tensors(types: Sequence[str], folder: str) -> Outcomes:
@@ -64,6 +77,7 @@ def tensor_differences(names: Sequence[str], folder: str) -> dict[str, str]:
 AXES: Mapping[str, tuple[str, Callable[[Sequence[str], str], Outcomes]]] = {
     "pipelines": ("mesh.pipeline_parallel", pipelines),
     "contexts": ("mesh.context_parallel_shard", contexts),
+    "experts": ("mesh.expert_parallel", experts),
     "tensors": ("mesh.tensor_parallel", tensors),
 }
 """Column of the table and comparison of types, by axis."""
@@ -78,7 +92,7 @@ def outcome(found: str) -> str:
     if found == "equal":
         return found
     kind, _, reason = found.replace("not run: ", "not built: ").replace("refused: ", "error: ").partition(": ")
-    if kind not in ("error", "not built"):
+    if kind not in KINDS:
         kind, reason = "different", found
     first = reason.splitlines()[0].partition("; expected")[0].split(". ")[0]
     return f"{kind}: {first[:140]}"
@@ -90,7 +104,7 @@ def read() -> dict[str, Outcomes]:
 
 
 def write(axis: str, outcomes: Outcomes) -> None:
-    """Add outcomes to the record, and write the table of the page."""
+    """Add outcomes to the record, and write the tables of the page."""
     import transformers
 
     record = read() if RECORD.exists() else {}
@@ -99,48 +113,58 @@ def write(axis: str, outcomes: Outcomes) -> None:
     RECORD.write_text(text + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(_START)
-    PAGE.write_text(f"{before}{_START}\n\n{table(record)}\n\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    PAGE.write_text(f"{before}{_START}\n\n{tables(record)}\n\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
 
 
-def page_table() -> str:
-    """Return the table of the page."""
+def page_tables() -> str:
+    """Return the tables of the page."""
     return PAGE.read_text(encoding="utf-8").partition(_START)[2].partition(_END)[0].strip()
 
 
-def table(record: Mapping[str, Outcomes]) -> str:
-    """Return the table: a row for each combination of outcomes, first that of most types."""
+def tables(record: Mapping[str, Outcomes]) -> str:
+    """Return a table with a row for each combination of kinds, first that of most types, and one of the reasons."""
     axes = [axis for axis in AXES if axis in record]
     rows: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[tuple[int, str], list[str]] = {}
     for name in sorted({name for axis in axes for name in record[axis]}):
-        key = tuple(_cell(record[axis].get(name, "not compared")) for axis in axes)
-        rows.setdefault(key, []).append(name)
-    counts = [sum(outcome == "equal" for outcome in record[axis].values()) for axis in axes]
-    lines = [
-        "| Types | " + " | ".join(f"`{AXES[axis][0]}`" for axis in axes) + " |",
-        "| --- " * (1 + len(axes)) + "|",
-        f"| {len({name for axis in axes for name in record[axis]})} types | "
-        + " | ".join(f"{count} equal" for count in counts)
-        + " |",
-    ]
-    for key, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[1])):
-        types = ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| {types} | " + " | ".join(key) + " |")
-    return "\n".join(lines)
+        found = [record[axis].get(name, "not compared").partition(": ") for axis in axes]
+        rows.setdefault(tuple(kind for kind, _, _ in found), []).append(f"`{name}`")
+        for index, (kind, _, reason) in enumerate(found):
+            if kind not in ("equal", "not applicable", "not compared"):
+                reasons.setdefault((index, f"{kind}: {reason}".replace("|", "/")), []).append(f"`{name}`")
+    columns = [f"`{AXES[axis][0]}`" for axis in axes]
+    counts = [f"{list(record[axis].values()).count('equal')} equal" for axis in axes]
+    ordered = sorted(rows.items(), key=lambda row: (-len(row[1]), row[1]))
+    return "\n".join(
+        [
+            *_lines(["Types", *columns], [[f"{sum(map(len, rows.values()))} types", *counts]]),
+            *(_line([", ".join(names), *kinds]) for kinds, names in ordered),
+            "",
+            *_lines(["Setting", "Outcome", "Types"], []),
+            *(_line([columns[index], why, ", ".join(names)]) for (index, why), names in sorted(reasons.items())),
+        ]
+    )
 
 
-def _cell(found: str) -> str:
-    return "not built" if found.startswith("not built") else found.replace("|", "/")
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Compare types along one axis, and write the record and the table after each chunk."""
+    """Compare types along one axis, and write the record and the tables after each chunk."""
     from zoo_libraries import LANGUAGE_MODELS  # noqa: PLC0415  (takes seconds)
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("axis", choices=AXES)
     parser.add_argument("types", nargs="*", help="model types of transformers, by default all")
+    parser.add_argument("--new", action="store_true", help="compare only types without an outcome")
     options = parser.parse_args()
-    types = options.types or LANGUAGE_MODELS
+    known = read().get(options.axis, {}) if options.new else {}
+    types = [name for name in options.types or LANGUAGE_MODELS if name not in known]
     for start in range(0, len(types), 8):
         with tempfile.TemporaryDirectory() as folder:
             found = AXES[options.axis][1](types[start : start + 8], folder)

@@ -1,22 +1,48 @@
-"""The record of the compared decoders of `transformers`: no type differs, and the page has the table of the record."""
+"""The record of the compared decoders of `transformers`: no type differs, and the page has the tables of the record.
+
+`--all` compares all types again.
+"""
+
+from pathlib import Path
 
 import pytest
-from compared_types import outcome, page_table, read, table
+from compared_types import AXES, KINDS, outcome, page_tables, read, tables
+
+_CHUNK = 8
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """List the types only where they are compared, because the imports of `transformers` take seconds."""
+    if "decoders" not in metafunc.fixturenames:
+        return
+    types: tuple[str, ...] = ()
+    if metafunc.config.option.all:
+        from zoo_libraries import LANGUAGE_MODELS  # noqa: PLC0415
+
+        types = LANGUAGE_MODELS
+    chunks = [types[start : start + _CHUNK] for start in range(0, max(len(types), 1), _CHUNK)]
+    cases = [pytest.param(names, id="".join(names[:1]), marks=pytest.mark.full) for names in chunks]
+    metafunc.parametrize("decoders", cases)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_outcomes_are_those_of_the_record(axis: str, decoders: tuple[str, ...], tmp_path: Path) -> None:
+    record = read()[axis]
+    assert AXES[axis][1](decoders, str(tmp_path)) == {name: record.get(name, "equal") for name in decoders}
 
 
 def test_no_type_differs() -> None:
     found = {(axis, name): line for axis, types in read().items() for name, line in types.items()}
-    assert not {
-        key: line for key, line in found.items() if line.partition(":")[0] not in ("equal", "error", "not built")
-    }
+    assert not {key: line for key, line in found.items() if line.partition(":")[0] not in ("equal", *KINDS)}
 
 
-def test_most_types_are_equal_in_pipelines() -> None:
-    assert list(read()["pipelines"].values()).count("equal") >= 150
+@pytest.mark.parametrize(("axis", "least"), [("pipelines", 150), ("contexts", 120)])
+def test_most_types_are_equal(axis: str, least: int) -> None:
+    assert list(read()[axis].values()).count("equal") >= least
 
 
-def test_the_page_has_the_table_of_the_record() -> None:
-    assert page_table() == table(read())
+def test_the_page_has_the_tables_of_the_record() -> None:
+    assert page_tables() == tables(read())
 
 
 @pytest.mark.parametrize(
@@ -33,10 +59,20 @@ def test_an_outcome_is_the_kind_and_the_first_sentence_of_the_reason(found: str,
     assert outcome(found) == expected
 
 
-def test_types_with_equal_outcomes_share_a_row() -> None:
-    record = {"pipelines": {"a": "equal", "b": "error: c|d", "e": "equal"}, "contexts": {"a": "equal", "e": "equal"}}
-    assert table(record).splitlines()[2:] == [
-        "| 3 types | 2 equal | 2 equal |",
+def test_types_with_equal_kinds_share_a_row_and_have_their_reasons() -> None:
+    record = {
+        "pipelines": {"a": "equal", "b": "error: c|d", "e": "equal", "f": "error: g"},
+        "contexts": {"a": "equal", "b": "not built: h", "e": "equal"},
+    }
+    assert tables(record).splitlines()[2:] == [
+        "| 4 types | 2 equal | 2 equal |",
         "| `a`, `e` | equal | equal |",
-        "| `b` | error: c/d | not compared |",
+        "| `b` | error | not built |",
+        "| `f` | error | not compared |",
+        "",
+        "| Setting | Outcome | Types |",
+        "| --- | --- | --- |",
+        "| `mesh.pipeline_parallel` | error: c/d | `b` |",
+        "| `mesh.pipeline_parallel` | error: g | `f` |",
+        "| `mesh.context_parallel_shard` | not built: h | `b` |",
     ]
