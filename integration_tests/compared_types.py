@@ -5,16 +5,19 @@
 compares some types, or all (`--new`: those without an outcome), and writes `compared_types.json` and the tables in
 `docs/hugging_face_model.md`. With `--all`, `test_compared_types.py` compares the types again; the results must be those
 of the record. A type is `equal`, an `error` of the user before the start, `not applicable`, or `not built`: its
-authors' code does not run on a small configuration in one process.
+authors' code does not run on a small configuration in one process. In layouts of other libraries (`PEERS`) it is
+`equal`, `different`, or a `crash`.
 """
 
 import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from zoo_jobs import context_differences, differences, plain_traces, stage_differences
+from zoo_peers import distributed_config_outcomes
 
 from d9d_dist.testing import run_ranks
 
@@ -83,6 +86,23 @@ AXES: Mapping[str, tuple[str, Callable[[Sequence[str], str], Outcomes]]] = {
 """Column of the table and comparison of types, by axis."""
 
 
+def _peer(**sizes: int) -> tuple[str, Callable[[Sequence[str], str], Outcomes]]:
+    title = ", ".join(f"{key}={size}" for key, size in sizes.items())
+    return f"DistributedConfig({title})", partial(_in_layout, sizes)
+
+
+def _in_layout(sizes: Mapping[str, int], types: Sequence[str], folder: str) -> Outcomes:
+    return {name: outcome(line) for name, line in distributed_config_outcomes(types, folder, sizes).items()}
+
+
+PEERS = {
+    "transformers pipelines": _peer(pp_size=2),
+    "transformers tensors": _peer(tp_size=2),
+    "transformers shards": _peer(fsdp_size=2),
+}
+"""As `AXES`, in layouts of other libraries."""
+
+
 def _outcomes(names: Sequence[str], found: Mapping[str, str]) -> Outcomes:
     return {name.partition(":")[2]: outcome(found.get(name, "equal")) for name in names}
 
@@ -92,7 +112,7 @@ def outcome(found: str) -> str:
     if found == "equal":
         return found
     kind, _, reason = found.replace("not run: ", "not built: ").replace("refused: ", "error: ").partition(": ")
-    if kind not in KINDS:
+    if kind not in (*KINDS, "crash"):
         kind, reason = "different", found
     first = reason.splitlines()[0].partition("; expected")[0].split(". ")[0]
     return f"{kind}: {first[:140]}"
@@ -123,25 +143,27 @@ def page_tables() -> str:
 
 def tables(record: Mapping[str, Outcomes]) -> str:
     """Return a table with a row for each combination of kinds, first that of most types, and one of the reasons."""
-    axes = [axis for axis in AXES if axis in record]
+    columns = {axis: f"`{title}`" for axis, (title, _) in (AXES | PEERS).items() if axis in record}
     rows: dict[tuple[str, ...], list[str]] = {}
     reasons: dict[tuple[int, str], list[str]] = {}
-    for name in sorted({name for axis in axes for name in record[axis]}):
-        found = [record[axis].get(name, "not compared").partition(": ") for axis in axes]
+    for name in sorted({name for axis in columns for name in record[axis]}):
+        found = [record[axis].get(name, "not compared").partition(": ") for axis in columns]
         rows.setdefault(tuple(kind for kind, _, _ in found), []).append(f"`{name}`")
         for index, (kind, _, reason) in enumerate(found):
             if kind not in ("equal", "not applicable", "not compared"):
                 reasons.setdefault((index, f"{kind}: {reason}".replace("|", "/")), []).append(f"`{name}`")
-    columns = [f"`{AXES[axis][0]}`" for axis in axes]
-    counts = [f"{list(record[axis].values()).count('equal')} equal" for axis in axes]
+    counts = [f"{list(record[axis].values()).count('equal')} equal" for axis in columns]
     ordered = sorted(rows.items(), key=lambda row: (-len(row[1]), row[1]))
     return "\n".join(
         [
-            *_lines(["Types", *columns], [[f"{sum(map(len, rows.values()))} types", *counts]]),
+            *_lines(["Types", *columns.values()], [[f"{sum(map(len, rows.values()))} types", *counts]]),
             *(_line([", ".join(names), *kinds]) for kinds, names in ordered),
             "",
             *_lines(["Setting", "Outcome", "Types"], []),
-            *(_line([columns[index], why, ", ".join(names)]) for (index, why), names in sorted(reasons.items())),
+            *(
+                _line([list(columns.values())[index], why, ", ".join(names)])
+                for (index, why), names in sorted(reasons.items())
+            ),
         ]
     )
 
@@ -159,7 +181,7 @@ def main() -> None:
     from zoo_libraries import LANGUAGE_MODELS  # noqa: PLC0415  (takes seconds)
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("axis", choices=AXES)
+    parser.add_argument("axis", choices=AXES | PEERS)
     parser.add_argument("types", nargs="*", help="model types of transformers, by default all")
     parser.add_argument("--new", action="store_true", help="compare only types without an outcome")
     options = parser.parse_args()
@@ -167,7 +189,7 @@ def main() -> None:
     types = [name for name in options.types or LANGUAGE_MODELS if name not in known]
     for start in range(0, len(types), 8):
         with tempfile.TemporaryDirectory() as folder:
-            found = AXES[options.axis][1](types[start : start + 8], folder)
+            found = (AXES | PEERS)[options.axis][1](types[start : start + 8], folder)
         write(options.axis, found)
         for name, line in found.items():
             print(f"{name}: {line}", flush=True)

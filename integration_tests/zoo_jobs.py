@@ -64,7 +64,7 @@ def plain_traces(names: Sequence[str], folder: str) -> dict[str, str]:
     failed = {}
     for name in names:
         try:
-            with _cpu_seconds(20):
+            with cpu_seconds(20):
                 trace = _plain_trace(entry(name))
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
@@ -74,7 +74,7 @@ def plain_traces(names: Sequence[str], folder: str) -> dict[str, str]:
 
 
 @contextmanager
-def _cpu_seconds(limit: float) -> Generator[None]:
+def cpu_seconds(limit: float) -> Generator[None]:
     """Limit the CPU time of the body, independent of the load of the machine."""
 
     def stop(*_: Any) -> NoReturn:
@@ -124,8 +124,8 @@ def _plain_trace(animal: Entry) -> Trace:
     model, cast = _built(animal), _to_float64 if unit else _to_float32
     model, batch = model._apply(cast), {name: cast(x) for name, x in batch.items()}
     # Quantized operators do not support float64; their results must be equal to within one rounding.
-    with suppress(AssertionError, NotImplementedError, RuntimeError), _float64_by_default() if unit else nullcontext():
-        with _AllFloat64() if unit else nullcontext():
+    with suppress(AssertionError, NotImplementedError, RuntimeError), float64_by_default() if unit else nullcontext():
+        with AllFloat64() if unit else nullcontext():
             errors = _errors_of(trace, _plain_loop(model, batch))
         trace["errors"] = {
             what: max(error, unit / 12**0.5) if unit else error * 2.0**-29 for what, error in errors.items()
@@ -190,7 +190,7 @@ class _Rounding(TorchFunctionMode):
         return output
 
 
-class _AllFloat64(TorchDispatchMode):
+class AllFloat64(TorchDispatchMode):
     """Lets operators that would cast to, or create, narrower floating-point tensors give float64 or complex128."""
 
     def __torch_dispatch__(
@@ -201,7 +201,7 @@ class _AllFloat64(TorchDispatchMode):
 
 
 @contextmanager
-def _float64_by_default() -> Generator[None]:
+def float64_by_default() -> Generator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -363,7 +363,7 @@ def context_differences(
                 animal = entry(name)
                 batch, model = animal.batch(), _built(animal)
                 # Norms and rotary tables that compute in float32 round differently.
-                with _cpu_seconds(40), _float64_by_default(), _AllFloat64():
+                with cpu_seconds(40), float64_by_default(), AllFloat64():
                     expected = _two_losses(model, batch, None)
             except Exception as error:
                 found[name] = f"not run: {type(error).__name__}: {error}"[:300]
@@ -372,14 +372,14 @@ def context_differences(
                 model: Any = _built(animal)
                 provider = hugging_face_model(model.config, type(model))
                 provider.parallelize(model, ctx)
-                with _float64_by_default(), _AllFloat64():
+                with float64_by_default(), AllFloat64():
                     actual = _two_losses(model, batch, ctx)
             except UserError as error:
                 found[name] = f"error: {error}"
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"[:600]
             else:
-                if lines := list(_compare_values(name, actual, expected, 0.0)):
+                if lines := list(compare_values(name, actual, expected, 0.0)):
                     found[name] = lines[0]
     return found
 
@@ -560,10 +560,10 @@ def _compare(trace: Trace, expected: Trace, num_ranks: int) -> Iterator[str]:
     for name in trace["built"]:
         if name not in expected["built"]:
             yield f"built: {name} was not built"
-    yield from _compare_values("losses", _losses(trace), _losses(expected), bounds["loss"])
+    yield from compare_values("losses", _losses(trace), _losses(expected), bounds["loss"])
     for step, (ours, theirs) in enumerate(zip(trace["steps"], expected["steps"], strict=True), start=1):
-        yield from _compare_values(f"gradient {step}", ours["gradients"], theirs["gradients"], bounds["gradient"])
-    yield from _compare_values("trained", trace["trained"], expected["trained"], bounds["trained"])
+        yield from compare_values(f"gradient {step}", ours["gradients"], theirs["gradients"], bounds["gradient"])
+    yield from compare_values("trained", trace["trained"], expected["trained"], bounds["trained"])
 
 
 def _losses(trace: Trace) -> dict[str, Tensor]:
@@ -571,7 +571,7 @@ def _losses(trace: Trace) -> dict[str, Tensor]:
     return {"of all steps": torch.tensor([step["loss"] for step in trace["steps"]], dtype=torch.float64)}
 
 
-def _compare_values(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bound: float) -> Iterator[str]:
+def compare_values(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bound: float) -> Iterator[str]:
     """Compare to within 1e-9 of a tensor's norm plus the rounding of canceling sums, in units of the module's norm.
 
     A gradient that is zero in exact arithmetic is a sum of about a thousand numbers of the size of the others.
