@@ -63,6 +63,7 @@ def plan(folder: Path, mesh: dict[str, int], *, is_own: bool) -> ClusterPlan:
             marks=pytest.mark.slow,
         ),
         pytest.param("Qwen3", {"data_parallel_shard": 8}, marks=pytest.mark.full),
+        pytest.param("Qwen3", {"context_parallel_shard": 2, "data_parallel_shard": 4}, marks=pytest.mark.full),
         pytest.param("Llama", {"pipeline_parallel": 4, "data_parallel_shard": 2}, marks=pytest.mark.full),
         pytest.param("Llama", {"tensor_parallel": 2, "data_parallel_replicate": 4}, marks=pytest.mark.full),
     ],

@@ -89,7 +89,15 @@ _SMALL: dict[str, Any] = {
 
 
 _FITTED: Mapping[str, dict[str, Any]] = {
-    "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
+    "bailing_hybrid": {
+        "num_expert_group": 1,
+        "num_experts_per_token": 2,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "qk_head_dim": 16,
+    },
+    "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "reformer": {"is_decoder": True},
     "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_types": 4, "position_bias_num_buckets": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_expand": 2, "mamba_chunk_size": 4},

@@ -1,13 +1,15 @@
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from d9d_dist import (
     ColumnParallel,
     MeshConfig,
+    Replicated,
     RowParallel,
     SequenceParallel,
     TensorStyle,
@@ -15,7 +17,8 @@ from d9d_dist import (
     parallelize_tensor,
 )
 from d9d_dist.testing import RankError, assert_trees_close, full_gradients, run_ranks
-from d9d_loop._hugging_face_tensor_plan import tensor_plan
+from d9d_loop import _hugging_face_tensor_plan
+from d9d_loop._hugging_face_tensor_plan import STYLES, tensor_plan
 
 _SIZES = {
     "vocab_size": 12,
@@ -184,15 +187,55 @@ def test_experts_without_tokens_on_a_rank_have_gradients_of_zero() -> None:
         assert_trees_close(found, expected, rtol=1e-12)
 
 
-def _styles(kind: str, name: str, **changes: Any) -> TensorStyle:
-    return tensor_plan(_model(kind, **changes), 2).styles[f"model.layers.0.{name}"]
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
+_LATENT = {
+    "pad_token_id": 0,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4),
+}
+
+ROWS: list[tuple[str, str, TensorStyle | dict[str, Shard], dict[str, Any]]] = [
+    (
+        "Llama4ForCausalLM",
+        "model.layers.0.feed_forward.experts",
+        {"gate_up_proj": Shard(0), "down_proj": Shard(0)},
+        {"num_local_experts": 2, "moe_layers": [0]},
+    ),
+    ("Qwen3MoeForCausalLM", "model.layers.0.mlp.experts", {"gate_up_proj": Shard(0), "down_proj": Shard(0)}, _EXPERTS),
+    ("HYV4ForCausalLM", "model.layers.0.self_attn", {"sinks": Shard(0)}, _LATENT),
+    (
+        "InklingForCausalLM",
+        "model.layers.0.mlp.shared_experts",
+        {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)},
+        {"n_shared_experts": 1, "mlp_layer_types": ["sparse"]},
+    ),
+    ("HYV4ForCausalLM", "model.layers.0.self_attn.kv_a_proj_with_mqa", {}, _LATENT),
+    ("LlamaForCausalLM", "model.layers.0.self_attn.q_proj", ColumnParallel(head_dim=6), {}),
+    ("LlamaForCausalLM", "lm_head", ColumnParallel(output=Replicate()), {}),
+    ("LlamaForCausalLM", "model.layers.0.self_attn.o_proj", RowParallel(), {}),
+    ("InklingForCausalLM", "lm_head", {"weight": Shard(1)}, {"mlp_layer_types": ["dense"]}),
+    ("LlamaForCausalLM", "model.embed_tokens", {"weight": Shard(0)}, {}),
+    ("InklingForCausalLM", "model.embed_tokens", Replicated(), {"mlp_layer_types": ["dense"]}),
+    ("Qwen3ForCausalLM", "model.layers.0.self_attn.q_norm", SequenceParallel(), {}),
+    ("Inkling2ForCausalLM", "model.embed_tokens", Replicated(), {"mlp_layer_types": ["dense"]}),
+]
+"""For each row of the table: a class of models, one of its modules, and the module's style or placements."""
 
 
-def test_expert_parameters_without_a_layer_are_sharded_by_the_plan() -> None:
-    sorted_experts = _styles("Llama4ForCausalLM", "feed_forward.experts", num_local_experts=2, moe_layers=[0])
-    assert sorted_experts.placements() == {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
-    shared = _styles("InklingForCausalLM", "mlp.shared_experts", n_shared_experts=1, mlp_layer_types=["sparse"])
-    assert shared.placements() == {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
+@pytest.mark.parametrize("row", range(len(STYLES)))
+def test_each_row_of_the_table_has_a_model(row: int) -> None:
+    kind, name, expected, changes = ROWS[row]
+    styles = tensor_plan(_model(kind, **changes), 2).styles
+    style = styles[name]
+    assert (style.placements() if isinstance(expected, dict) else style) == expected
+    with mock.patch.object(_hugging_face_tensor_plan, "STYLES", [*STYLES[:row], *STYLES[row + 1 :]]):
+        assert tensor_plan(_model(kind, **changes), 2).styles.get(name) != style
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_weight_that_the_model_reads_itself_is_replicated(size: int) -> None:
+    text = {**_SIZES, "hidden_size_per_layer_input": size, "vocab_size_per_layer_input": 12}
+    model = _model("Gemma4ForConditionalGeneration", text_config=text, vision_config=None, audio_config=None)
+    assert ("model.language_model.embed_tokens" in tensor_plan(model, 2).styles) == (size == 0)
 
 
 def test_a_loop_that_computes_experts_of_other_ranks_stays_whole() -> None:

@@ -5,8 +5,9 @@ modules are plain tensors in all styles, as in `d9d_dist`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from inspect import getsource, signature
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
@@ -67,7 +68,8 @@ def tensor_plan(model: Any, degree: int, *, leave: Collection[str] = ()) -> Tens
         inside = {key: found for key in module._parameters if (found := rules.get(_with_wildcards(f"{name}.{key}")))}
         if name in leave or (rule is None and not inside):
             continue
-        style = _style(model, name, rule, inside)
+        site = _Site(model, name, module, inside)
+        style = next((make(site) for names, fits, make in STYLES if rule in names and fits(site)), None)
         if style is None:
             unknown[name] = [f"{_with_wildcards(f'{name}.{key}')} ({each})" for key, each in inside.items()]
             unknown[name] += [f"{_with_wildcards(name)} ({type(module).__name__}, {rule})"]
@@ -80,12 +82,10 @@ def tensor_plan(model: Any, degree: int, *, leave: Collection[str] = ()) -> Tens
     if not whole and not any(style.placements() and not _has_whole_output(style) for style in plan.values()):
         whole[f"the layers of {type(model).__name__}"] = [f"a plan that names only {', '.join(rules)}"]
     for name, module in model.named_modules():
-        if type(module).__name__ == "Gemma4Model" and module.config.get_text_config().hidden_size_per_layer_input:
-            # The model also reads the padding token's row of this weight outside of the embedding's forward.
-            plan.pop(f"{name}.language_model.embed_tokens", None)
-            plan[name] = _ReadsParameters(("language_model.embed_tokens",))
-        if type(module).__name__ in ("Glm4vVisionEmbeddings", "Glm4vMoeVisionEmbeddings"):
-            plan[name] = _ReadsParameters(("position_embedding",))  # interpolates the weight
+        key, inner = READERS.get(type(module).__name__, ("", ""))
+        if key and getattr(module.config.get_text_config(), key):
+            plan.pop(f"{name}.{inner}", None)
+            plan[name] = _ReadsParameters((inner,))
     return TensorPlan(_without_undivided(model, plan, degree), whole)
 
 
@@ -113,52 +113,21 @@ def _by_kind(blocks: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]
     return {block: list(reasons) for block, reasons in found.items()}
 
 
-def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -> TensorStyle | None:
-    """Return the style of a module for its rule and the rules of its parameters; None if a rule is not supported."""
-    module = model.get_submodule(name)
-    is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
-    style: TensorStyle | None = None
-    match rule:
-        case "moe_tp_experts" if inside == _SORTED_EXPERTS and _takes_sorted_tokens(module):
-            style = _SplitSortedExperts(dict.fromkeys(inside, Shard(0)))
-        case "moe_tp_experts" if _is_loop(module) and _computes_absent_experts(module):
-            pass
-        case "moe_tp_experts" if (
-            inside == _SORTED_EXPERTS or model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts"
-        ):
-            style = _SplitExperts({key: Shard(0) for key, _ in module.named_parameters(recurse=False)})
-        case "local_params" if set(inside.values()) <= {"colwise"}:
-            style = _SplitParameters(dict.fromkeys(inside, Shard(0)))
-        case "all_reduce" if set(inside.values()) == {"colwise", "rowwise"} and _is_batched(module, inside):
-            style = _SplitMatrices({key: Shard(1 if each == "colwise" else 2) for key, each in inside.items()})
-        case _ if inside:
-            pass
-        case "colwise" if is_linear:
-            style = ColumnParallel(head_dim=_head_size(model, name, module.out_features))
-        case "mla_kv_a_proj":
-            style = _LatentProjection(model.config.get_text_config().qk_rope_head_dim)
-        case "embedding_rowwise" if is_embedding and not _looks_up_rows(module):
-            style = Replicated()
-        case _:
-            style = (_LINEAR_STYLES if is_linear else _EMBEDDING_STYLES if is_embedding else _OTHER_STYLES).get(rule)
-    return style
-
-
 def _with_wildcards(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def _head_size(model: Any, name: str, num_outputs: int) -> int:
+def _head_size(site: "_Site") -> int:
     """Return the number of consecutive outputs per attention head of a layer; 1 outside of attention.
 
     The key and value projections may have fewer heads than the query projection. A fused projection has the queries,
     keys and values of each head.
     """
-    attention = model.get_submodule(name.rpartition(".")[0])
+    attention, num_outputs = site.model.get_submodule(site.name.rpartition(".")[0]), site.module.out_features
     sizes = [getattr(attention, key) for key in ("head_dim", "head_size", "qk_head_dim") if hasattr(attention, key)]
     if not sizes:
         return 1
-    config = getattr(attention, "config", model.config.get_text_config())
+    config = getattr(attention, "config", site.model.config.get_text_config())
     num_heads = config.num_attention_heads
     is_whole = num_outputs >= num_heads * sizes[0] and num_outputs % num_heads == 0
     return num_outputs // num_heads if is_whole else sizes[0]
@@ -198,29 +167,8 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> dict[str, l
     return unknown
 
 
-def _takes_sorted_tokens(experts: nn.Module) -> bool:
-    """Return True if the forward takes only tokens. Other forwards also take the chosen experts and their weights."""
-    return len(signature(type(experts).forward).parameters) == 2  # self and the tokens
-
-
 def _is_loop(experts: nn.Module) -> bool:
     return getattr(getattr(experts, "config", None), "_experts_implementation", "eager") == "eager"
-
-
-def _computes_absent_experts(experts: nn.Module) -> bool:
-    """Return True if the loop over experts does not skip index `num_experts`, which marks tokens for other ranks."""
-    source = getsource(type(experts))
-    return "self.num_experts + 1" in source and "== self.num_experts:" not in source
-
-
-def _is_batched(module: nn.Module, names: Iterable[str]) -> bool:
-    """Return True if all parameters of a module are matrices with one batch dim."""
-    return set(names) == module._parameters.keys() and all(each.ndim == 3 for each in module.parameters(recurse=False))
-
-
-def _looks_up_rows(embedding: Any) -> bool:
-    """Return True if an embedding only looks up its rows and scales them."""
-    return type(embedding).forward is nn.Embedding.forward or hasattr(embedding, "embed_scale")
 
 
 def _without_undivided(model: nn.Module, plan: Mapping[str, TensorStyle], degree: int) -> dict[str, TensorStyle]:
@@ -359,10 +307,6 @@ class _SplitExperts(_Split):
         return reduce_from_axis(sum((tensor[:0].sum() for tensor in used), output), mesh)
 
 
-_SORTED_EXPERTS = {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}
-"""Styles in the plan of `transformers` for the parameters of experts whose input is sorted by expert, as in Llama 4."""
-
-
 @final
 @dataclass(frozen=True)
 class _SplitSortedExperts(_Split):
@@ -383,19 +327,108 @@ class _SplitMatrices(_Split):
         return reduce_from_axis(inner(*inputs, **options), mesh)
 
 
-_LINEAR_STYLES: Mapping[str | None, TensorStyle] = {
-    "colwise_gather_output": ColumnParallel(output=Replicate()),
-    "colwise_rep": ColumnParallel(output=Replicate()),
-    "rowwise": RowParallel(),
-    "rowwise_split_input": _SplitInput(),
-    "rowwise_rep": _SplitInput(),
-    "replicate": Replicated(),
+class _Site(NamedTuple):
+    """Module of a model with a rule of the plan. `inside` has the rules of its own parameters."""
+
+    model: Any
+    name: str
+    module: Any
+    inside: Mapping[str, str]
+
+
+_SORTED_EXPERTS = {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}
+"""Rules of the parameters of experts whose input is sorted by expert, as in Llama 4."""
+
+
+def _takes_sorted_tokens(site: _Site) -> bool:
+    """Return True if the forward takes only tokens. Other forwards also take the chosen experts and their weights."""
+    return site.inside == _SORTED_EXPERTS and len(signature(type(site.module).forward).parameters) == 2  # self, tokens
+
+
+def _skips_absent_experts(site: _Site) -> bool:
+    """Return True for experts that skip index `num_experts`, which marks the tokens of experts on other ranks.
+
+    A loop over experts is tried: without experts, it must take such a token.
+    """
+    if site.inside != _SORTED_EXPERTS and site.model.ep_plan.get(_with_wildcards(site.name)) != "ep_dispatch_experts":
+        return False
+    if not _is_loop(site.module):
+        return True
+    experts, options = copy(site.module), {"dtype": torch.float32, "device": "cpu"}
+    try:
+        width = experts.down_proj.shape[2 if getattr(experts, "is_transposed", False) else 1]
+        parameters = experts.named_parameters(recurse=False)
+        vars(experts)["_parameters"] = {key: torch.empty(0, *each.shape[1:], **options) for key, each in parameters}
+        experts.num_experts = 0
+        experts(torch.zeros(1, width, **options), torch.zeros(1, 1, device="cpu").long(), torch.zeros(1, 1, **options))
+    except Exception:
+        return False
+    return True
+
+
+def _has_matrices(site: _Site) -> bool:
+    """Return True if all parameters of a module are matrices with one batch dim, split by outputs and by inputs."""
+    own = dict(site.module.named_parameters(recurse=False))
+    is_batched = site.inside.keys() == own.keys() and all(each.ndim == 3 for each in own.values())
+    return is_batched and set(site.inside.values()) == {"colwise", "rowwise"}
+
+
+def _shards(rules: Mapping[str, Any], dim: int = 0) -> dict[str, Placement]:
+    return {key: Shard(dim + (rule == "rowwise")) for key, rule in rules.items()}
+
+
+def _is_whole(site: _Site) -> bool:
+    return not site.inside
+
+
+def _is_linear(site: _Site) -> bool:
+    return not site.inside and isinstance(site.module, nn.Linear)
+
+
+def _is_embedding(site: _Site) -> bool:
+    return not site.inside and isinstance(site.module, nn.Embedding)
+
+
+def _looks_up_rows(site: _Site) -> bool:
+    """Return True for an embedding that only looks up its rows and scales them."""
+    is_plain = type(site.module).forward is nn.Embedding.forward or hasattr(site.module, "embed_scale")
+    return _is_embedding(site) and is_plain
+
+
+STYLES: Sequence[tuple[Collection[str], Callable[[_Site], bool], Callable[[_Site], TensorStyle]]] = (
+    (["moe_tp_experts"], _takes_sorted_tokens, lambda site: _SplitSortedExperts(_shards(site.inside))),
+    (
+        ["moe_tp_experts"],
+        _skips_absent_experts,
+        lambda site: _SplitExperts(_shards(dict(site.module.named_parameters(recurse=False)))),
+    ),
+    (
+        ["local_params"],
+        lambda site: set(site.inside.values()) <= {"colwise"},
+        lambda site: _SplitParameters(_shards(site.inside)),
+    ),
+    (["all_reduce"], _has_matrices, lambda site: _SplitMatrices(_shards(site.inside, 1))),
+    (
+        ["mla_kv_a_proj"],
+        _is_whole,
+        lambda site: _LatentProjection(site.model.config.get_text_config().qk_rope_head_dim),
+    ),
+    (["colwise"], _is_linear, lambda site: ColumnParallel(head_dim=_head_size(site))),
+    (["colwise_gather_output", "colwise_rep"], _is_linear, lambda site: ColumnParallel(output=Replicate())),
+    (["rowwise"], _is_linear, lambda site: RowParallel()),
+    (["rowwise_split_input", "rowwise_rep"], _is_linear, lambda site: _SplitInput()),
+    (["embedding_rowwise"], _looks_up_rows, lambda site: _SplitEmbedding({"weight": Shard(0)})),
+    (["embedding_rowwise"], _is_embedding, lambda site: Replicated()),
+    (
+        ["replicated_with_grad_allreduce"],
+        lambda site: _is_whole(site) and not (_is_linear(site) or _is_embedding(site)),
+        lambda site: SequenceParallel(),
+    ),
+    (["replicate"], _is_whole, lambda site: Replicated()),
+)
+"""Rules of `transformers`, the modules that they may name, and their styles. The first row that fits is used."""
+
+READERS: Mapping[str, tuple[str, str]] = {
+    "Gemma4Model": ("hidden_size_per_layer_input", "language_model.embed_tokens"),
 }
-_EMBEDDING_STYLES: Mapping[str | None, TensorStyle] = {
-    "embedding_rowwise": _SplitEmbedding({"weight": Shard(0)}),
-    "replicate": Replicated(),
-}
-_OTHER_STYLES: Mapping[str | None, TensorStyle] = {
-    "replicated_with_grad_allreduce": SequenceParallel(),
-    "replicate": Replicated(),
-}
+"""Classes of models that read the weights of a submodule outside of its forward, if a key of the text is not 0."""

@@ -1,6 +1,8 @@
 """Step record: FLOPs, bytes, peak memory, and answers to reads of the host."""
 
+import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from d9d_dist.planned_device import each_block, recorded_blocks
@@ -88,3 +90,18 @@ def test_equal_chunks_are_one_tensor_with_the_bytes_of_all() -> None:
         joined = torch.cat(torch.chunk(mode.from_tensor(whole), 4, dim=0), dim=1)
     assert joined.shape == (2, 12)
     assert (fake.bytes_moved, fake.peak_bytes) == (real.bytes_moved, real.peak_bytes)
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_only_rows_with_positions_have_a_mask_of_packed_samples(has_positions: bool) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    with FakeTensorMode(), recorded() as record:
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+        ids = torch.zeros(1, 6, dtype=torch.int64)
+        model(input_ids=ids, use_cache=False, **({"position_ids": ids.clone()} if has_positions else {}))
+    [attention] = [each for each in record.operations if "attention" in each.name]
+    assert ((1, 1, 6, 6) in attention.shapes) == has_positions

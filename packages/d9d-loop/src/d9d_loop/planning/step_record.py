@@ -4,6 +4,7 @@
 run. Under `FakeTensorMode`, it also returns substitutes when the host reads values, which fake tensors do not have.
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
@@ -296,6 +297,7 @@ def recorded(marks: RepeatMarks | None = None) -> Generator[StepRecord]:
         recorder,
         _equal_chunks(),
         _answered_lists(),
+        _single_samples(),
         _watched_resizes(recorder.resized),
         _marked_deferrals(marks),
         recorded_blocks(recorder.start_block),
@@ -318,7 +320,13 @@ class _Answers(TorchDispatchMode):
 @contextmanager
 def answered() -> Generator[None]:
     """Return substitutes when the host reads fake tensors in the body, as `recorded` does; record nothing."""
-    with _Answers(), _equal_chunks(), _answered_lists(), recorded_blocks(lambda: lambda num_equal: True):
+    with (
+        _Answers(),
+        _equal_chunks(),
+        _answered_lists(),
+        _single_samples(),
+        recorded_blocks(lambda: lambda num_equal: True),
+    ):
         yield
 
 
@@ -385,6 +393,25 @@ def _answered_lists() -> Generator[None]:
         yield
     finally:
         FakeTensor.tolist = original
+
+
+@contextmanager
+def _single_samples() -> Generator[None]:
+    """Let `transformers` mask packed samples only in rows with positions of the task: it cannot read fake positions.
+
+    The positions that a model makes are views of one row.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    original = getattr(masks, "find_packed_sequence_indices", None)
+    if original is not None:
+        masks.find_packed_sequence_indices = lambda position_ids: (
+            None if position_ids._base is not None and position_ids._base.dim() == 1 else original(position_ids)
+        )
+    try:
+        yield
+    finally:
+        if original is not None:
+            masks.find_packed_sequence_indices = original
 
 
 @contextmanager
