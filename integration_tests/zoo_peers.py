@@ -61,10 +61,9 @@ def _difference(name: str, folder: Path, sizes: Mapping[str, Any]) -> str:
                 dist.all_reduce(actual["losses"])
                 actual["losses"] /= 2
         except Exception as error:
-            return f"crash: {type(error).__name__}: {error}"[:300]
-    return next((f"different: {line}" for line in compare_values("", actual, expected, 0.0)), "equal").replace(
-        ":  ", ": "
-    )
+            kind = "error" if "was requested, but" in str(error) else "crash"
+            return f"{kind}: {type(error).__name__}: {error}"[:300]
+    return next(compare_values("", actual, expected, 0.0), "equal").strip()
 
 
 def _load(kind: Any, folder: Path, **options: Any) -> Any:
