@@ -98,6 +98,7 @@ _FITTED: Mapping[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "conv"], "num_dense_layers": 1},
     "reformer": {"is_decoder": True},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_types": 4, "position_bias_num_buckets": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_expand": 2, "mamba_chunk_size": 4},
@@ -107,9 +108,13 @@ _FITTED: Mapping[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "chunk_size": 4},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 64},
     "xlstm": {"embedding_dim": 32, "num_blocks": 4, "num_heads": 4, "chunk_size": 4, "mode": "train"},
+    "xmod": {"default_language": "en_XX"},
     "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "attention_head_dim": 16, "chunk_size": 4},
 }
 """Values of types, for keys whose meaning is that of one type."""
+
+_NARROW = {"inkling2_text", "prophetnet", "xglm"}
+"""Types whose plain loop needs float32: routers that cast, and masks of numbers that float32 does not have."""
 
 _SPARSE: Mapping[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
@@ -256,7 +261,7 @@ def _transformers(
     size = sum(parameter.numel() for parameter in meta.parameters())
     assert size <= _MOST_PARAMETERS, f"{size:,} parameters"
     # A router that casts itself in forward computes in float32 from the start.
-    keep_dtype = hasattr(config, "router_dtype")
+    keep_dtype = hasattr(config, "router_dtype") or model_type in _NARROW
     return Entry(
         lambda: kind(copy.deepcopy(config)),
         lambda: _inputs(meta, config, length),
