@@ -27,12 +27,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_the_outcomes_are_those_of_the_record(axis: str, decoders: tuple[str, ...], tmp_path: Path) -> None:
-    record = read()[axis]
+    record = read().get(axis, {})
     assert AXES[axis][1](decoders, str(tmp_path)) == {name: record.get(name, "equal") for name in decoders}
 
 
 def test_no_type_differs() -> None:
-    found = {(axis, name): line for axis in AXES for name, line in read()[axis].items()}
+    found = {(axis, name): line for axis in AXES for name, line in read().get(axis, {}).items()}
     assert not {key: line for key, line in found.items() if line.partition(":")[0] not in ("equal", *KINDS)}
 
 

@@ -111,7 +111,9 @@ class _Squares(Task):
         return Loss.sum(outputs.logits.square(), outputs.logits.numel())
 
 
-def _train(folder: str, mesh: dict[str, int], lora: bool, lr: float = 0.1) -> dict[str, Any]:
+def _train(
+    folder: str, mesh: dict[str, int], adapter: dict[str, Any] | None = None, lr: float = 0.1, **settings: Any
+) -> dict[str, Any]:
     """Train for two steps; return the losses, gradients and built values, and the stored experts that were read."""
     seen: dict[str, Any] = {"losses": [], "gradients": [], "read": set()}
     read_into = RegionReader.read_into
@@ -121,8 +123,8 @@ def _train(folder: str, mesh: dict[str, int], lora: bool, lr: float = 0.1) -> di
         read_into(self, name, *args)
 
     model: Any = hugging_face_model(Path(folder) / "model", experts_implementation="eager")
-    if lora:
-        model = AdaptedModel(model, AdapterConfig(rank=2))
+    if adapter is not None:
+        model = AdaptedModel(model, AdapterConfig(rank=2, **adapter))
     config = {
         "steps": 2,
         "batch": {"global_size": 4},
@@ -130,11 +132,12 @@ def _train(folder: str, mesh: dict[str, int], lora: bool, lr: float = 0.1) -> di
         "mesh": mesh,
     }
     trainer = Trainer(
-        TrainerConfig.model_validate({**config, "trackers": (), "export": not lora}),
+        TrainerConfig.model_validate({**config, "trackers": (), "export": adapter is None, **settings}),
         model=model,
         data=[{"input_ids": torch.arange(5) + row} for row in range(8)],
         task=_Squares(),
         optimizer=lambda model: torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=lr),
+        lr_schedule=lambda step: 1.0,
     )
     trainer.events.on(ModelReady, lambda event: seen.update(built=full_parameters(event.model)))
     trainer.events.on(GradientsReady, lambda event: seen["gradients"].append(full_gradients(event.model)))
@@ -149,7 +152,7 @@ _TWO_RANKS = {"data_parallel_shard": 2, "expert_parallel": 2}
 
 def test_a_rank_reads_only_its_experts_and_the_export_equals_the_folder(tmp_path: Path) -> None:
     _mixtral().save_pretrained(tmp_path / "model")
-    seen = run_ranks(_train, str(tmp_path), _TWO_RANKS, False, 0.0, world_size=2)
+    seen = run_ranks(_train, str(tmp_path), _TWO_RANKS, None, 0.0, world_size=2)
     for rank, each in enumerate(seen):
         experts = {int(name.split(".experts.")[1][0]) for name in each["read"] if ".experts." in name}
         assert experts == {2 * rank, 2 * rank + 1}
@@ -157,14 +160,51 @@ def test_a_rank_reads_only_its_experts_and_the_export_equals_the_folder(tmp_path
     assert_trees_close(got, expected, rtol=0, atol=0)
 
 
+_LAYOUTS: Mapping[str, tuple[dict[str, int], dict[str, Any] | None, dict[str, Any]]] = {
+    "all parameters": (_TWO_RANKS, None, {}),
+    "lora": (_TWO_RANKS, {}, {}),
+    "nf4": (_TWO_RANKS, {"base": "nf4", "block_size": 4}, {}),
+    "compiled": (_TWO_RANKS, None, {"compile": "aot_eager"}),
+    "pipeline": ({"pipeline_parallel": 2, **_TWO_RANKS}, None, {}),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_folder_trains_with_sharded_experts_as_on_one_rank(tmp_path: Path, lora: bool) -> None:
-    _mixtral().save_pretrained(tmp_path / "model")
-    expected = _train(str(tmp_path), {}, lora)
-    for seen in run_ranks(_train, str(tmp_path), _TWO_RANKS, lora, world_size=2):
-        for key in ("built", "losses", "gradients"):
-            assert_trees_close(seen[key], expected[key], rtol=1e-6)  # the router computes in float32
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_folder_trains_with_sharded_experts_as_on_one_rank(tmp_path: Path, layout: str) -> None:
+    mesh, adapter, settings = _LAYOUTS[layout]
+    _mixtral(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    expected = _train(str(tmp_path), {}, adapter)
+    num_ranks = 2 * mesh.get("pipeline_parallel", 1)
+    seen = run_ranks(_with_settings, str(tmp_path), mesh, adapter, settings, world_size=num_ranks)
+    for each in seen:
+        assert_trees_close(each["losses"], expected["losses"], rtol=1e-6)  # the router computes in float32
+    for steps in zip(*(each["gradients"] for each in seen), expected["gradients"], strict=True):
+        *found, whole = steps
+        for each in found:
+            assert_trees_close(each, {name: whole[name] for name in each}, rtol=1e-6)
+        assert {name for each in found for name in each} == whole.keys()  # a pipeline stage has its own
+
+
+@pytest.mark.full
+def test_a_run_with_sharded_experts_resumes_on_other_meshes(tmp_path: Path) -> None:
+    _mixtral(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    expected = _train(str(tmp_path), {}, run={"folder": tmp_path / "whole"}, steps=3)
+    run = {"folder": tmp_path / "parts"}
+    first, _ = run_ranks(_in_run, str(tmp_path), {"data_parallel_shard": 2}, 1, world_size=2)
+    second, _ = run_ranks(_in_run, str(tmp_path), _TWO_RANKS, 2, world_size=2)
+    third = _train(str(tmp_path), {}, run=run, steps=3)
+    losses = first["losses"] + second["losses"] + third["losses"]
+    assert losses == pytest.approx(expected["losses"], rel=1e-6)
+    assert_trees_close(third["gradients"][-1], expected["gradients"][-1], rtol=1e-6)
+
+
+def _with_settings(folder: str, mesh: dict[str, int], adapter: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    return _train(folder, mesh, adapter, **settings)
+
+
+def _in_run(folder: str, mesh: dict[str, int], steps: int) -> dict[str, Any]:
+    return _train(folder, mesh, run={"folder": f"{folder}/parts"}, steps=steps)
 
 
 def _pretrain(folder: str, name: str, mesh: dict[str, int]) -> list[Any]:

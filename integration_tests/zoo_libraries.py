@@ -261,7 +261,7 @@ def _transformers(
     size = sum(parameter.numel() for parameter in meta.parameters())
     assert size <= _MOST_PARAMETERS, f"{size:,} parameters"
     # A router that casts itself in forward computes in float32 from the start.
-    keep_dtype = hasattr(config, "router_dtype") or model_type in _NARROW
+    keep_dtype = hasattr(config, "router_dtype") or (model_type in _NARROW and length == 8)
     return Entry(
         lambda: kind(copy.deepcopy(config)),
         lambda: _inputs(meta, config, length),
