@@ -95,7 +95,7 @@ def _in_layout(sizes: Mapping[str, int], types: Sequence[str], folder: str) -> O
     return {name: outcome(line) for name, line in distributed_config_outcomes(types, folder, sizes).items()}
 
 
-PEERS = {
+PEERS: Mapping[str, tuple[str, Callable[[Sequence[str], str], Outcomes]]] = {
     "transformers pipelines": _peer(pp_size=2),
     "transformers tensors": _peer(tp_size=2),
     "transformers shards": _peer(fsdp_size=2),
@@ -143,7 +143,7 @@ def page_tables() -> str:
 
 def tables(record: Mapping[str, Outcomes]) -> str:
     """Return a table with a row for each combination of kinds, first that of most types, and one of the reasons."""
-    columns = {axis: f"`{title}`" for axis, (title, _) in (AXES | PEERS).items() if axis in record}
+    columns = {axis: f"`{title}`" for axis, (title, _) in {**AXES, **PEERS}.items() if axis in record}
     rows: dict[tuple[str, ...], list[str]] = {}
     reasons: dict[tuple[int, str], list[str]] = {}
     for name in sorted({name for axis in columns for name in record[axis]}):
@@ -181,7 +181,7 @@ def main() -> None:
     from zoo_libraries import LANGUAGE_MODELS  # noqa: PLC0415  (takes seconds)
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("axis", choices=AXES | PEERS)
+    parser.add_argument("axis", choices=[*AXES, *PEERS])
     parser.add_argument("types", nargs="*", help="model types of transformers, by default all")
     parser.add_argument("--new", action="store_true", help="compare only types without an outcome")
     options = parser.parse_args()
@@ -189,7 +189,7 @@ def main() -> None:
     types = [name for name in options.types or LANGUAGE_MODELS if name not in known]
     for start in range(0, len(types), 8):
         with tempfile.TemporaryDirectory() as folder:
-            found = (AXES | PEERS)[options.axis][1](types[start : start + 8], folder)
+            found = {**AXES, **PEERS}[options.axis][1](types[start : start + 8], folder)
         write(options.axis, found)
         for name, line in found.items():
             print(f"{name}: {line}", flush=True)

@@ -7,6 +7,7 @@ modules are plain tensors in all styles, as in `d9d_dist`.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -354,13 +355,13 @@ def _skips_absent_experts(site: _Site) -> bool:
         return False
     if not _is_loop(site.module):
         return True
-    experts, options = copy(site.module), {"dtype": torch.float32, "device": "cpu"}
+    experts, on_cpu = copy(site.module), partial(torch.zeros, dtype=torch.float32, device="cpu")
     try:
         width = experts.down_proj.shape[2 if getattr(experts, "is_transposed", False) else 1]
         parameters = experts.named_parameters(recurse=False)
-        vars(experts)["_parameters"] = {key: torch.empty(0, *each.shape[1:], **options) for key, each in parameters}
+        vars(experts)["_parameters"] = {key: on_cpu(0, *each.shape[1:]) for key, each in parameters}
         experts.num_experts = 0
-        experts(torch.zeros(1, width, **options), torch.zeros(1, 1, device="cpu").long(), torch.zeros(1, 1, **options))
+        experts(on_cpu(1, width), on_cpu(1, 1).long(), on_cpu(1, 1))
     except Exception:
         return False
     return True
