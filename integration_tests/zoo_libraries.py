@@ -229,8 +229,8 @@ def library_entry(name: str) -> Entry:
         "transformers": _transformers,
         "decoders": lambda name: _transformers(name, num_layers=4),
         # A window and a chunk are shorter than the part of a rank.
-        "contexts": lambda name: _transformers(name, num_layers=4, window=5, length=16),
-        "experts": lambda name: _transformers(name, changes=_SPARSE.get(name, {})),
+        "contexts": lambda name: _transformers(name, num_layers=4, window=5, length=16, is_plain=False),
+        "experts": lambda name: _transformers(name, changes=_SPARSE.get(name, {}), is_plain=False),
         "timm": _timm,
         "torchvision": _torchvision,
         "diffusers": _diffusers,
@@ -244,6 +244,8 @@ def _transformers(
     window: int = 8,
     length: int = 8,
     changes: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    is_plain: bool = True,
 ) -> Entry:
     import transformers  # noqa: PLC0415
 
@@ -261,7 +263,7 @@ def _transformers(
     size = sum(parameter.numel() for parameter in meta.parameters())
     assert size <= _MOST_PARAMETERS, f"{size:,} parameters"
     # A router that casts itself in forward computes in float32 from the start.
-    keep_dtype = hasattr(config, "router_dtype") or (model_type in _NARROW and length == 8)
+    keep_dtype = hasattr(config, "router_dtype") or (model_type in _NARROW and is_plain)
     return Entry(
         lambda: kind(copy.deepcopy(config)),
         lambda: _inputs(meta, config, length),
