@@ -84,7 +84,7 @@ def tensor_plan(model: Any, degree: int, *, leave: Collection[str] = ()) -> Tens
         whole[f"the layers of {type(model).__name__}"] = [f"a plan that names only {', '.join(rules)}"]
     for name, module in model.named_modules():
         key, inner = READERS.get(type(module).__name__, ("", ""))
-        if key and getattr(module.config.get_text_config(), key):
+        if inner and (not key or getattr(module.config.get_text_config(), key)):
             plan.pop(f"{name}.{inner}", None)
             plan[name] = _ReadsParameters((inner,))
     return TensorPlan(_without_undivided(model, plan, degree), whole)
@@ -431,5 +431,7 @@ STYLES: Sequence[tuple[Collection[str], Callable[[_Site], bool], Callable[[_Site
 
 READERS: Mapping[str, tuple[str, str]] = {
     "Gemma4Model": ("hidden_size_per_layer_input", "language_model.embed_tokens"),
+    "Glm4vVisionEmbeddings": ("", "position_embedding"),  # interpolates the weight
+    "Glm4vMoeVisionEmbeddings": ("", "position_embedding"),
 }
-"""Classes of models that read the weights of a submodule outside of its forward, if a key of the text is not 0."""
+"""Classes that read weights of a submodule outside of its forward: a key of the text that is not 0, and the name."""
