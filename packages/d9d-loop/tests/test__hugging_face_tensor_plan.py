@@ -101,6 +101,13 @@ def test_a_model_without_a_plan_is_refused() -> None:
         tensor_plan(_model("BertForMaskedLM", hidden_size=8, num_attention_heads=2), 2)
 
 
+def test_a_model_that_computes_with_weights_outside_of_forwards_is_an_error() -> None:
+    model = _model("Qwen3ForCausalLM")
+    model.model.layers[0].altup = type("Gemma3nTextAltUp", (nn.Module,), {})()
+    with pytest.raises(UserError, match="Qwen3ForCausalLM has Gemma3nTextAltUp, which computes with weights outside"):
+        tensor_plan(model, 2)
+
+
 def _embedding(padding_idx: int) -> nn.ModuleDict:
     import transformers
 

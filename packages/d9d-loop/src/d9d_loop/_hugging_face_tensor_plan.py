@@ -54,13 +54,19 @@ def tensor_plan(model: Any, degree: int, *, leave: Collection[str] = ()) -> Tens
     a replicated module.
 
     Raises:
-        UserError: If the model has no plan.
+        UserError: If the model has no plan, or a module of `UNSPLIT`.
     """
     rules: Mapping[str, str] = model.tp_plan or {}
     if not rules:
         raise UserError(
             f"mesh.tensor_parallel = {degree}, but {type(model).__name__} has no tensor-parallel plan; expected 1. "
             "Shard the model with mesh.data_parallel_shard instead, or write a ModelProvider."
+        )
+    if unsplit := UNSPLIT & {type(each).__name__ for each in model.modules()}:
+        raise UserError(
+            f"mesh.tensor_parallel = {degree}, but {type(model).__name__} has {', '.join(unsplit)}, which computes "
+            "with weights outside of the forward of a module; expected 1. Shard the model with "
+            "mesh.data_parallel_shard instead."
         )
     plan: dict[str, TensorStyle] = {}
     unknown: dict[str, list[str]] = {}
@@ -435,3 +441,6 @@ READERS: Mapping[str, tuple[str, str]] = {
     "Glm4vMoeVisionEmbeddings": ("", "position_embedding"),
 }
 """Classes that read weights of a submodule outside of its forward: a key of the text that is not 0, and the name."""
+
+UNSPLIT = frozenset(("Gemma3nTextAltUp",))
+"""Classes that read weights in methods that are not their forward."""

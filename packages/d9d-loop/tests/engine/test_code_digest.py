@@ -1,6 +1,7 @@
 """Ranks with other code do not train together, and a resumed run names the code that has changed."""
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
 from d9d_loop.data import DatasetProvider
-from d9d_loop.engine.code_digest import describe_model, source_digests
+from d9d_loop.engine.code_digest import _own_file, describe_model, source_digests
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -176,6 +177,12 @@ def test_a_changed_configuration_of_the_model_has_another_digest(tmp_path: Path)
     file.write_text('{"rope_theta": 77.0}')
     after = source_digests(tmp_path)
     assert {key for key in after if after[key] != before[key]} == {name}
+
+
+def test_a_script_in_the_root_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/train.py")
+    assert _own_file("__main__") == Path("/train.py")
 
 
 def test_the_users_modules_are_named() -> None:

@@ -40,6 +40,19 @@ def test_initial_objects_are_frozen() -> None:
         assert gc.get_freeze_count() > 0
 
 
+def test_old_garbage_of_the_start_is_freed_by_the_first_collection() -> None:
+    """It was alive at the rehearsal, and has reached the oldest generation."""
+    old = _Cycle()
+    gc.collect()
+    cycle = weakref.ref(old)
+    del old
+    with garbage_collection(1) as collect:
+        assert cycle() is not None
+        collect(1)
+        assert cycle() is None
+        assert gc.get_freeze_count() > 0
+
+
 def test_previously_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()

@@ -13,12 +13,21 @@ def garbage_collection(every: int | None) -> Generator[Callable[[int], None]]:
     collection, at almost any time one of a thousand ranks is collecting. Objects that are alive on entry, such as
     modules, are frozen (`gc.freeze`) until exit. Nothing is frozen if the process has already frozen objects or
     disabled automatic collection. `every=None` keeps automatic collection. The rehearsal has collected all generations
-    while it waited, so entry collects only younger objects.
+    while it waited, so entry collects only younger objects. The first collection in the body includes frozen ones,
+    which may have died since.
     """
+    freezes, is_first = False, True
 
     def collect(step: int) -> None:
-        if every is not None and step % every == 0:
-            gc.collect()
+        nonlocal is_first
+        if every is None or step % every:
+            return
+        if freezes and is_first:
+            gc.unfreeze()
+        gc.collect()
+        if freezes and is_first:
+            gc.freeze()
+        is_first = False
 
     if every is None:
         yield collect
