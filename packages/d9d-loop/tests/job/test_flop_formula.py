@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -89,3 +91,13 @@ def test_images_count_by_patches_or_by_tiles_without_padding() -> None:
     assert float(flops.of({"pixel_values": tiles})) == 10 * 4 * 4 * 5
     assert float(flops.of({"pixel_values": tiles[0]})) == 10 * 3 * 4 * 5
     assert flops.of({}) == 0
+
+
+def test_only_images_of_the_measured_size_are_known_and_no_images_count_nothing() -> None:
+    tiles = ImageFlops(per_patch=2.0, size=(4, 4))
+    assert tiles.of({"pixel_values": torch.ones(3, 1, 4, 4)}) == 2.0 * 3 * 16
+    assert math.isnan(tiles.of({"pixel_values": torch.ones(3, 1, 4, 8)}))
+    grids = ImageFlops(per_patch=2.0, per_pair=((None, 1.0), (3, 1.0)))
+    for num_patches in (0, 1):
+        empty = {"pixel_values": torch.ones(num_patches, 6), "image_grid_thw": torch.ones(0, 3, dtype=torch.int64)}
+        assert float(grids.of(empty)) == 0

@@ -28,3 +28,24 @@ def test_values_that_depend_on_parameters_are_not_known() -> None:
             WEIGHTS.sum().item()
         with pytest.raises(NotImplementedError, match="depends on parameters"):
             torch.tensor([0.0, 1.0]).copy_(WEIGHTS[0, :2])
+
+
+def test_integers_written_with_values_that_depend_on_parameters_are_not_known() -> None:
+    with known_values():
+        x = WEIGHTS.detach()
+        top, known = x.topk(1).indices, torch.arange(4, device=x.device)
+        written = [
+            torch.zeros(4, 3, dtype=torch.bool, device=x.device).scatter_(-1, top, True),
+            torch.zeros(3, dtype=torch.int64, device=x.device).scatter_add_(0, top[:, 0], known),
+            torch.zeros(4, dtype=torch.int64, device=x.device).index_copy_(0, known, top[:, 0]),
+        ]
+        inverse, counts = (torch.zeros(4, dtype=torch.int64, device=x.device) for _ in range(2))
+        view = counts[:2]
+        inverse[x[:, 0].argsort()] = known
+        counts += top[:, 0]
+        for each in (*written, inverse, counts, view):
+            assert (each + 1).is_meta
+            for read in (each.tolist, each.numpy, lambda each=each: each.any().item()):
+                with pytest.raises((RuntimeError, TypeError, NotImplementedError), match=r"(?i)meta|unallocated"):
+                    read()
+        assert known.tolist() == [0, 1, 2, 3]

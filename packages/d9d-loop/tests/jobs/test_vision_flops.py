@@ -1,5 +1,6 @@
 """Model FLOPs of the job `vision`, compared with torch's counter in a forward and backward pass of `transformers`."""
 
+import math
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -99,6 +100,7 @@ def _of_all_pairs(formula: FlopFormula, batch: dict[str, Any]) -> float:
     "gemma3-tower",
     "idefics3-language",
     "llava_onevision-all",
+    "mistral3-all",
 )
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,6 +126,36 @@ def test_flops_equal_those_of_torch_for_other_images(family: str, trained: str, 
     if trained != "tower":  # samples without images
         texts = {name: batches[-1][name][:1] for name in ("input_ids", "attention_mask", "labels")}
         assert _of_all_pairs(formula, texts) == pytest.approx(_counted(model, texts), rel=1e-12)
+
+
+def test_images_that_were_not_measured_are_not_counted_as_nothing(released: Path) -> None:
+    model = _model(released, "qwen2_5_vl")
+    data = image_chats(vision_config(released / "qwen2_5_vl", released / "chats.jsonl", released))
+    batch = data.collate([data.samples[0]])
+    texts = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+    texts["input_ids"] = texts["input_ids"].clamp(max=5)
+    images = measure_flops(meta_copy(model), TASK, texts)[0].images
+    assert images is not None
+    assert images.of(texts) == 0.0
+    assert math.isnan(images.of(batch))
+    videos = {**texts, "pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
+    assert math.isnan(images.of(videos))
+    with pytest.raises(NotImplementedError, match="videos"):
+        measure_flops(meta_copy(model), TASK, videos)
+
+
+@pytest.mark.parametrize("group", [(0,), (1, 2)])
+@pytest.mark.parametrize(("patch_size", "why"), [(None, "not a sum over the images"), (3, "in one call")])
+def test_images_whose_flops_are_no_sum_are_not_counted(
+    patch_size: int | None, why: str, group: tuple[int, ...], released: Path
+) -> None:
+    model = _model(released, "mistral3")
+    data = image_chats(vision_config(released / "mistral3", released / "chats.jsonl", released))
+    batch = data.collate([data.samples[index] for index in group])
+    vision: Any = model.get_submodule("model.vision_tower").config
+    vars(vision)["patch_size"] = patch_size  # not that of the layers
+    with pytest.raises(NotImplementedError, match=why):
+        measure_flops(meta_copy(model), TASK, batch)
 
 
 def _reported(released: Path, runs: Path, mesh: dict[str, int]) -> list[float]:

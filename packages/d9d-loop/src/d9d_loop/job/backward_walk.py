@@ -23,8 +23,9 @@ def walk_backward(loss: Tensor) -> None:
             node = ready.pop()
             for following, index, grad in _results(node, grads.pop(node, {})):
                 if grad is not None:
-                    # The operand may have been broadcast.
-                    own = grad.sum_to_size(tuple(following._input_metadata[index].shape))
+                    # The operand may have been broadcast, or of another dtype.
+                    variable = following._input_metadata[index]
+                    own = grad.sum_to_size(tuple(variable.shape)).to(variable.dtype)
                     before = grads[following].get(index)
                     grads[following][index] = own if before is None else before + own
                 edges[following] -= 1

@@ -5,6 +5,7 @@ Images have a part for each patch, and one for each pair of patches of an image 
 A job measures its coefficients once. `d9d_metrics.transformer_flops_per_token` is the same for known sizes.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, final
@@ -60,28 +61,33 @@ class ImageFlops:
 
     Their sizes are those of `image_grid_thw` [N, 3]: frames, and patches vertically and horizontally; or those of
     `image_sizes` [N, 2] in pixels. Without them, all images or tiles [..., C, H, W] of `pixel_values` are of the same
-    size; those of zeros among several of a sample are padding.
+    size; those of zeros among several of a sample are padding. FLOPs of other sizes, and of videos, are not known.
 
     Attributes:
-        per_patch: FLOPs of a patch; of a pixel without sizes.
+        per_patch: FLOPs of a patch; of a pixel without sizes. NaN if no images were measured.
         per_pair: Window sizes in patches, vertically and horizontally, `None` for whole frames; and the FLOPs of a pair
             of patches in the same window, summed over heads and layers.
         patch_size: Pixels of a patch in each dimension, for `image_sizes`; `None` if these are not read.
+        size: Measured height and width in pixels of tiles, without sizes of images.
     """
 
     per_patch: float
     per_pair: tuple[tuple[int | None, float], ...] = ()
     patch_size: int | None = None
+    size: tuple[int, int] | None = None
 
     def of(self, inputs: Mapping[str, Any]) -> Tensor | float:
-        """Return the FLOPs of the images among a model's inputs, 0-dim. No host-device synchronization."""
+        """Return the FLOPs of the images among a model's inputs, NaN if unknown. No host-device synchronization."""
+        if inputs.get("pixel_values_videos") is not None:
+            return math.nan
         pixels = inputs.get("pixel_values")
-        if not isinstance(pixels, Tensor):
+        if not isinstance(pixels, Tensor) or not pixels.numel():
             return 0.0
         if (sizes_N3 := sizes_in_patches(inputs, self.patch_size)) is None:
             has_padding = pixels.dim() > 4
             num_tiles = pixels.flatten(0, -4).flatten(1).any(1).sum().double() if has_padding else len(pixels)
-            return self.per_patch * num_tiles * pixels.shape[-2] * pixels.shape[-1]
+            per_tile = self.per_patch * pixels.shape[-2] * pixels.shape[-1]
+            return num_tiles * (per_tile if self.size in {None, tuple(pixels.shape[-2:])} else math.nan)
         total = self.per_patch * sizes_N3.prod(1).sum().double()
         for window, flops in self.per_pair:
             total = total + flops * pairs_of_patches(sizes_N3, window)
@@ -98,8 +104,7 @@ def sizes_in_patches(inputs: Mapping[str, Any], patch_size: int | None) -> Tenso
 def pairs_of_patches(sizes_N3: Tensor, window: int | None) -> Tensor:
     """Return the number of pairs of patches in the same window, or in the same frame, 0-dim."""
     sizes_N2 = sizes_N3[:, 1:].long()
-    reach = sizes_N2.max() if window is None else window
-    squares_N2 = sizes_N2 // reach * reach**2 + (sizes_N2 % reach) ** 2
+    squares_N2 = sizes_N2**2 if window is None else sizes_N2 // window * window**2 + (sizes_N2 % window) ** 2
     return (sizes_N3[:, 0] * squares_N2.prod(1)).sum()
 
 
@@ -141,5 +146,7 @@ class FlopFormula:
         attention, images = (AttentionFlops(**each) for each in values["attention"]), values["images"]
         if images is not None:
             pairs = tuple((window, flops) for window, flops in images["per_pair"])
-            images = ImageFlops(per_patch=images["per_patch"], per_pair=pairs, patch_size=images["patch_size"])
+            size = images["size"] and tuple(images["size"])
+            patch_size = images["patch_size"]
+            images = ImageFlops(per_patch=images["per_patch"], per_pair=pairs, patch_size=patch_size, size=size)
         return cls(per_row=values["per_row"], attention=tuple(attention), images=images)

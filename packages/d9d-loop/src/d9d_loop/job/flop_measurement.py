@@ -74,7 +74,7 @@ def measure_flops(model: nn.Module, task: Task, batch: Any, *, has_reference: bo
         attention = _AttentionCalls(rows.shape if are_tokens else None, counter)
         attention.replace(model)
         images = _ImageCalls(counter, attention)
-        images.replace(model, has_grids="image_grid_thw" in inputs.shared)
+        images.replace(model, inputs.shared)
         with counter:
             if has_reference:
                 with torch.no_grad():
@@ -311,30 +311,32 @@ class _ImageCalls:
 
     def __init__(self, counter: _ProductCounter, attention: _AttentionCalls) -> None:
         self._counter, self._attention = counter, attention
-        self._calls: list[Any] = []
+        self._num_calls = 0
         self._features: list[tuple[Tensor, Tensor]] = []
-        self._forward_flops = 0.0
+        self._forward_flops, self._is_replaced = 0.0, False
         self._patch_size: int | None = None
 
-    def replace(self, model: nn.Module, *, has_grids: bool) -> None:
+    def replace(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Replace the methods of a model's modules; with sizes of images, the tower attends to all windows at once."""
         for module in model.modules():
             if (function := getattr(module, "get_image_features", None)) is not None:
+                self._is_replaced = True
                 module.get_image_features = partial(self._call, function)  # ty: ignore[invalid-assignment]
                 vision: Any = getattr(module.config, "vision_config", None)
                 self._patch_size = getattr(vision, "patch_size", None)
-                if vision is not None and has_grids:
+                if vision is not None and "image_grid_thw" in inputs:
                     vision._attn_implementation = _IN_ONE_CALL
+        if self._is_replaced and inputs.get("pixel_values_videos") is not None:
+            raise NotImplementedError("FLOPs of videos are not counted")
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if self._counter.part != "rows":  # a method that calls that of a module inside
             return function(*args, **kwargs)
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        self._calls.append(bound)
+        self._num_calls += 1
         self._counter.part, before = "images", self._counter.flops["images"]
         features = function(*args, **kwargs)
         self._forward_flops, self._counter.part = self._counter.flops["images"] - before, "rows"
-        self._probe = partial(self._run_probe, function, bound)
+        self._probe = partial(self._run_probe, function, args, kwargs)
         return pytree.tree_map_only(Tensor, self._cut, features)
 
     def _cut(self, features: Tensor) -> Tensor:
@@ -350,15 +352,19 @@ class _ImageCalls:
             self._counter.part = "images"
             _backward(torch.stack(products).sum())
 
-    def _run_probe(self, function: Any, bound: inspect.BoundArguments) -> None:
-        """Run the tower on an image of a known size."""
-        self._counter.part, given = "probe", bound.arguments
-        pixels = torch.empty(
-            math.prod(self._PROBE), *given["pixel_values"].shape[1:], dtype=given["pixel_values"].dtype
-        )
-        bound.arguments |= {"pixel_values": pixels, "image_grid_thw": torch.tensor([self._PROBE])}
+    def _run_probe(self, function: Any, args: Any, kwargs: Any, *, has_grids: bool) -> None:
+        """Run the tower on an image of a known size; without sizes of patches, on all images twice."""
+        self._counter.part = "probe"
+        if has_grids:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            given = bound.arguments["pixel_values"]
+            pixels = torch.empty(math.prod(self._PROBE), *given.shape[1:], dtype=given.dtype)
+            bound.arguments |= {"pixel_values": pixels, "image_grid_thw": torch.tensor([self._PROBE])}
+            args, kwargs = bound.args, bound.kwargs
+        else:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda each: torch.cat([each, each]), (args, kwargs))
         with torch.no_grad():
-            function(*bound.args, **bound.kwargs)
+            function(*args, **kwargs)
 
     def flops(self, inputs: Mapping[str, Any]) -> ImageFlops | None:
         """Return the FLOPs of the images among a model's inputs.
@@ -366,19 +372,30 @@ class _ImageCalls:
         Raises:
             NotImplementedError: If they are not a sum over patches and over pairs of patches in windows.
         """
-        if not self._calls:
+        pixels: Any = inputs.get("pixel_values")
+        if self._is_replaced and not (isinstance(pixels, Tensor) and pixels.numel()):
+            return ImageFlops(per_patch=math.nan)
+        if not self._num_calls or pixels is None:
             return None
         products, attention = self._counter.flops["images"], self._attention.of_images
-        patch_size = self._patch_size if "image_sizes" in inputs and inputs["pixel_values"].dim() == 4 else None
-        if (sizes_N3 := sizes_in_patches(inputs, patch_size)) is None:
-            total = products + sum(flops for flops, _ in attention["images"].values())
-            return ImageFlops(per_patch=total / float(ImageFlops(per_patch=1.0).of(inputs)))
+        patch_size = self._patch_size if "image_sizes" in inputs and pixels.dim() == 4 else None
+        sizes_N3: Any = sizes_in_patches(inputs, patch_size)
         if patch_size is not None:  # a mask separates the images in one call
-            pairs = attention["images"].values()
-            per_image = sum(flops / (num_pairs / len(self._calls)) for flops, num_pairs in pairs)
-            per_patch = products / int(sizes_N3.prod(1).sum())
-            return ImageFlops(per_patch=per_patch, per_pair=((None, per_image),), patch_size=patch_size)
-        self._probe()
+            pairs, num_patches = attention["images"].values(), int(sizes_N3.prod(1).sum())
+            if any(num_pairs != self._num_calls * num_patches**2 for _, num_pairs in pairs):
+                raise NotImplementedError("the vision tower does not attend to the images of image_sizes in one call")
+            per_image = sum(flops for flops, _ in pairs) / num_patches**2
+            return ImageFlops(per_patch=products / num_patches, per_pair=((None, per_image),), patch_size=patch_size)
+        self._probe(has_grids=sizes_N3 is not None)
+        if sizes_N3 is None:
+            is_sum = self._counter.flops["probe"] == 2 * self._forward_flops and all(
+                self._num_calls * attention["probe"][module][1] == 2 * pairs
+                for module, (_, pairs) in attention["images"].items()
+            )
+            if not is_sum:
+                raise NotImplementedError("FLOPs of the vision tower are not a sum over the images")
+            total, size = products + sum(flops for flops, _ in attention["images"].values()), tuple(pixels.shape[-2:])
+            return ImageFlops(per_patch=total / float(ImageFlops(per_patch=1.0, size=size).of(inputs)), size=size)
         num_patches, num_of_probe = int(sizes_N3.prod(1).sum()), math.prod(self._PROBE)
         if self._counter.flops["probe"] * num_patches != self._forward_flops * num_of_probe:
             raise NotImplementedError("products of the vision tower are not proportional to the patches")
@@ -386,7 +403,7 @@ class _ImageCalls:
         for module, (flops, num_pairs) in attention["images"].items():
             window = self._window(attention["probe"][module][1])
             expected = int(pairs_of_patches(sizes_N3, window))
-            if num_pairs != len(self._calls) * expected:
+            if num_pairs != self._num_calls * expected:
                 raise NotImplementedError("patches of other images or frames see each other in the vision tower")
             per_pair[window] += flops / expected
         return ImageFlops(per_patch=products / num_patches, per_pair=tuple(per_pair.items()))

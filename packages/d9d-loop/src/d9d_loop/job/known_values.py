@@ -1,7 +1,8 @@
 """Run of a model on `meta` that keeps the values of tensors that do not depend on parameters.
 
 Models read such values: sizes of images, positions, masks. Tensors of a batch stay on the CPU with their values, and so
-do results of operations on them alone. A result of an operation with a tensor on `meta` is on `meta`.
+do results of operations on them alone. A result of an operation with a tensor on `meta` is on `meta`. An integer tensor
+to which such a result is written counts as one on `meta` from then on, with all its views.
 """
 
 from collections.abc import Generator
@@ -32,6 +33,8 @@ class _FromLists(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in {Tensor.tolist, Tensor.numpy}:  # they read memory; `_KnownValues` sees the copy
+            args = (args[0].clone(), *args[1:])
         is_from_list = func in {torch.tensor, torch.as_tensor} and not isinstance(args[:1] and args[0], Tensor)
         return func(*args, **({**kwargs, "device": "cpu"} if is_from_list else kwargs))
 
@@ -40,15 +43,30 @@ class _FromLists(TorchFunctionMode):
 class _KnownValues(TorchDispatchMode):
     """Mode in which operators take tensors on the CPU and on `meta` together."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._unknown: dict[int, Any] = {}  # storages on the CPU without known values
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and tensor.untyped_storage()._cdata not in self._unknown
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if any(each.is_meta for each in tensors):
-            if func._schema.is_mutable and isinstance(args[0], Tensor) and not args[0].is_meta:
+        if not all(map(self._is_known, tensors)):
+            written = [
+                each
+                for argument, each in zip(func._schema.arguments, args, strict=False)
+                if argument.is_write and isinstance(each, Tensor) and not each.is_meta
+            ]
+            if any(each.is_floating_point() for each in written):
                 raise NotImplementedError(f"{func} writes a value that depends on parameters to one that does not")
-            return _on_meta(func, args, kwargs)
+            self._unknown |= {each.untyped_storage()._cdata: each.untyped_storage() for each in written}
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: x if self._is_known(x) else _moved(x), (args, kwargs))
+            result = _on_meta(func, args, kwargs)
+            return written[0] if written else result
         if kwargs.get("device") != _META:
             return func(*args, **kwargs)
         if not tensors:

@@ -1,5 +1,6 @@
 """Reports of training values: the progress display, the trackers and the job's record."""
 
+import math
 import time
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -24,6 +25,8 @@ from d9d_metrics import Metric, MetricCollector, ModelFlops, MultiTracker, Track
 from d9d_metrics.peak_memory import peak_bytes
 from d9d_metrics.trackers.values import Html, Tracked
 
+_UNKNOWN_FLOPS = "it has videos, or images of another size than the first microbatch, or that has none"
+
 
 class Reports:
     """Display and tracking of a job's values, without host-device synchronization in the training step.
@@ -47,7 +50,7 @@ class Reports:
     ) -> None:
         self._plan, self._config = plan, plan.config
         self.meter = FlopMeter(flops, plan.task, num_parts=ctx.size("batch", "cp"))
-        self._peak = plan.config.logging.peak_flops
+        self._peak, self._is_told = plan.config.logging.peak_flops, False
         if self._peak is None:
             with suppress(UserError):  # the device is not in the table
                 self._peak = peak_flops(ctx.device)
@@ -163,6 +166,11 @@ class Reports:
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
         """Pass values to the tracker and the progress bar, in the collector's thread."""
         values = {name.removeprefix("model_flops/"): value for name, value in values.items()}
+        if math.isnan(values.get("flops_per_second", 0.0)):  # images of another size than measured, or videos
+            if not self._is_told:
+                print(f"d9d: model FLOPs of step {step} are not counted: {_UNKNOWN_FLOPS}.", flush=True)
+            self._is_told = True
+            values = {name: value for name, value in values.items() if name not in {"flops_per_second", "mfu"}}
         if self._peak is None:
             values.pop("mfu", None)
         self._tracker.log(step, values)

@@ -1,0 +1,18 @@
+import torch
+from torch import nn
+
+from d9d_loop.job.backward_walk import walk_backward
+
+
+def test_gradients_have_the_dtype_of_their_variables() -> None:
+    def loss(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        return ((weight * 2) * x @ x.T).square().sum()
+
+    x = torch.randn(3, 3)
+    walked, expected = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    walk_backward(loss(walked, x))
+    loss(expected, x).backward()
+    assert walked.grad is not None
+    assert expected.grad is not None
+    assert walked.grad.dtype == torch.bfloat16
+    assert torch.equal(walked.grad, expected.grad)
