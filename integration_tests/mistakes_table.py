@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
 _JOB, _ENGINE = "packages/d9d-loop/tests/job", "packages/d9d-loop/tests/engine"
 _HERE = "integration_tests/test_mistakes.py"
-_DIGEST = f"{_JOB}/test_code_digest.py::test_a_job_names_what_differs_between_its_ranks"
+_DIGEST = "packages/d9d-loop/tests/engine/test_code_digest.py::test_a_job_names_what_differs_between_its_ranks"
 _CONTENTS = "packages/d9d-loop/tests/data/test_contents.py::test_data_that_differ_between_ranks_are_an_error"
 _MEETING = "packages/d9d-dist/tests/groups/test__rendezvous.py"
 _EVERY = f"{_JOB}/test_rehearsal.py::test_an_interval_of_evaluations_needs_evaluation_data"

@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any, final
 
 import pytest
@@ -59,10 +60,28 @@ def test_masked_tokens_do_not_count() -> None:
         assert float(meter.take()) == FORMULA.of_lengths(lengths)
 
 
-def test_parts_of_rows_are_numbered_by_their_positions() -> None:
-    meter = FlopMeter(FORMULA, Masked(), num_parts=2)
+@pytest.mark.parametrize(
+    ("shared", "lengths"),
+    [
+        ({}, [4, 4]),
+        ({"position_ids": torch.arange(4).expand(2, -1), "document_ids_BL": IDS}, [4, 4]),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])}, [3, 1, 2, 2]),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}, [3, 4]),
+    ],
+)
+def test_parts_of_rows_are_numbered_by_their_positions(shared: dict[str, Tensor], lengths: list[int]) -> None:
+    meters = []
     for columns in ([0, 3], [1, 2]):
-        positions = torch.arange(4).expand(2, -1)[:, columns]
-        inputs = Inputs(IDS[:, columns], position_ids=positions, document_ids_BL=IDS[:, columns])
-        meter.add(inputs, inputs)
-    assert float(meter.take()) == FORMULA.of_lengths([4, 4])
+        mesh = SimpleNamespace(size=lambda: 2)
+        split: Any = SimpleNamespace(mesh=mesh, positions=lambda length, at=columns: torch.tensor([at]))
+        meters.append(FlopMeter(FORMULA, Masked(), split=split))
+        inputs = Inputs(IDS[:, columns], **{name: each[:, columns] for name, each in shared.items()})
+        meters[-1].add(inputs, inputs)
+    assert sum(float(meter.take()) for meter in meters) == FORMULA.of_lengths(lengths)
+
+
+def test_documents_of_four_dimensional_positions_are_those_of_the_text() -> None:
+    text = torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])
+    meter = FlopMeter(FORMULA, Masked())
+    meter.add(inputs := Inputs(IDS, position_ids=torch.stack([text, *([torch.zeros_like(text)] * 3)])), inputs)
+    assert float(meter.take()) == FORMULA.of_lengths([3, 1, 2, 2])

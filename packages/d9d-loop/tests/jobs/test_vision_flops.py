@@ -168,7 +168,9 @@ def _reported(released: Path, runs: Path, mesh: dict[str, int]) -> list[float]:
     return [line["flops_per_second"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data_parallel_shard": 2}, {"pipeline_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{}, {"data_parallel_shard": 2}, {"pipeline_parallel": 2}, {"context_parallel_shard": 2}], ids=str
+)
 def test_a_job_reports_the_flops_of_its_images(mesh: dict[str, int], released: Path, tmp_path: Path) -> None:
     model, arguments = _model(released, "qwen2_5_vl"), (released, tmp_path, mesh)
     found = run_ranks(_reported, *arguments, world_size=2)[0] if mesh else _reported(*arguments)

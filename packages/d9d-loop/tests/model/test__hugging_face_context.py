@@ -1,6 +1,7 @@
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from d9d_dist import ContextSplit, DistributedContext, MeshConfig, StageInfo, Us
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_loop import GradientsReady, Loss, StepDone, Task, Trainer, TrainerConfig, hugging_face_model, validate_config
 from d9d_loop.model._context_trace import trace_context
+from d9d_loop.model._hugging_face_context import _RowsForward
 
 Batch = dict[str, torch.Tensor]
 _SIZES: dict[str, Any] = {
@@ -218,3 +220,26 @@ def test_what_parts_of_rows_do_not_support_is_an_error(tmp_path: Path) -> None:
         assert messages[0].startswith("the model has attn_implementation = 'flex_attention' on several")
         assert messages[1].startswith("got no keyword argument input_ids on several context-parallel ranks")
         assert messages[2].startswith("got labels for Gemma3ForCausalLM on several context-parallel ranks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "methods", "given"),
+    [
+        ("mllama", {}, "pixel_values"),
+        ("qwen2_vl", {"get_image_features": ["pixel_values", "image_grid_thw"]}, "image_grid_thw"),
+        ("qwen2_5_vl", {"get_video_features": ["pixel_values_videos"]}, "pixel_values_videos"),
+    ],
+)
+def test_images_and_videos_that_were_not_compared_are_an_error(
+    kind: str, methods: dict[str, list[str]], given: str
+) -> None:
+    base = SimpleNamespace()
+    for name, parameters in methods.items():
+        base.__dict__[name] = eval(f"lambda {', '.join(parameters)}: None")  # noqa: S307
+    model = SimpleNamespace(
+        forward=None, main_input_name="input_ids", config=SimpleNamespace(model_type=kind), base_model=base
+    )
+    unused: Any = None
+    forward = _RowsForward(model, split=unused, parts=unused)
+    with pytest.raises(UserError, match=rf"got {given} for SimpleNamespace .*; expected texts only, or images for one"):
+        forward(input_ids=torch.zeros(1, 4), **{given: torch.zeros(1, 4)})

@@ -174,7 +174,7 @@ def _own_file(name: str) -> Path | None:
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or name.startswith("d9d_"):
         return None
-    folder, base = os.path.split(file)  # faster than Path, for thousands of modules
+    folder, base = os.path.split(os.path.abspath(file))  # noqa: PTH100 - faster than Path, for thousands of modules
     own = _own_folder(folder)
     return None if own is None else own / base
 

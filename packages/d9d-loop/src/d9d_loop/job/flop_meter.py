@@ -3,12 +3,14 @@
 B: rows, L: positions of this rank.
 """
 
+from functools import cache
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d9d_dist import ContextSplit
 from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.flop_measurement import rows_of
 from d9d_loop.task import BatchTask
@@ -22,12 +24,13 @@ class FlopMeter:
     Args:
         formula: FLOPs of rows and pairs of positions; `None` if they are not known: the meter then counts nothing.
         task: Task of the job, which knows the mask of tokens.
-        num_parts: Number of context-parallel ranks, which have parts of each row, and all images.
+        split: Split of each row over context-parallel ranks, which all have all images; `None` for whole rows.
     """
 
-    def __init__(self, formula: FlopFormula | None, task: BatchTask, *, num_parts: int = 1) -> None:
+    def __init__(self, formula: FlopFormula | None, task: BatchTask, *, split: ContextSplit | None = None) -> None:
         self.formula = formula
-        self._task, self._num_parts = task, num_parts
+        self._task, self._num_parts = task, 1 if split is None else split.mesh.size()
+        self._positions = None if self._num_parts == 1 or split is None else cache(split.positions)
         self._whole: dict[torch.Size, float] = {}
         self._total: Tensor | float = 0.0
 
@@ -38,7 +41,8 @@ class FlopMeter:
         if self.formula.images is not None:
             self._total = self._total + self.formula.images.of(inputs.shared) / self._num_parts
         rows, are_tokens = rows_of(inputs)
-        numbers_BL = document_numbers(inputs, rows, splits_rows=self._num_parts > 1) if are_tokens else None
+        positions = None if self._positions is None else self._positions(rows.shape[1] * self._num_parts)
+        numbers_BL = document_numbers(inputs, rows, positions) if are_tokens else None
         mask_BL = self._task.token_mask(batch) if are_tokens else None
         if mask_BL is not None and mask_BL.shape == rows.shape:
             if numbers_BL is None:
@@ -58,26 +62,30 @@ class FlopMeter:
         return total
 
 
-def document_numbers(inputs: Inputs, rows_BL: Tensor, *, splits_rows: bool) -> Tensor | None:
+def document_numbers(inputs: Inputs, rows_BL: Tensor, positions_1L: Tensor | None = None) -> Tensor | None:
     """Return the numbers of positions in their documents [B, L], from 1 and 0 at padding; `None` for whole rows.
 
-    They follow from `document_ids_BL`, else from `position_ids`, `attention_mask` or `cu_seq_lens_q`. The ids of a part
-    of a row do not show where its documents start, so parts need position ids.
+    They follow from `document_ids_BL`, else from `position_ids`, `attention_mask` or `cu_seq_lens_q`. `positions_1L`
+    are the positions of a part of rows. The ids of a part do not show where its documents start, so parts need position
+    ids, and their padding is on the right.
     """
     shared, shape = inputs.shared, rows_BL.shape
     ids_BL = shared.get("document_ids_BL")
-    if isinstance(ids_BL, Tensor) and not splits_rows:
+    if isinstance(ids_BL, Tensor) and positions_1L is None:
         is_first_BL = F.pad(ids_BL[:, 1:] != ids_BL[:, :-1], (1, 0))
         positions_L = torch.arange(shape[1], device=ids_BL.device)
         return positions_L - (positions_L * is_first_BL).cummax(dim=1).values + 1
     positions = shared.get("position_ids")
-    if isinstance(positions, Tensor) and positions.shape in {shape, (1, shape[1]), shape[1:]}:
-        return (positions + 1).expand(shape)
+    if isinstance(positions, Tensor):
+        if positions.shape == (4, *shape):  # in transformers: those of texts, and of three rotary dimensions
+            positions = positions[0]
+        if positions.shape in {shape, (1, shape[1]), shape[1:]}:
+            return (positions + 1).expand(shape)
     mask_BL = shared.get("attention_mask")
     if isinstance(mask_BL, Tensor) and mask_BL.shape == shape:
-        return mask_BL.cumsum(dim=1) * mask_BL
-    if isinstance(ends_N := shared.get("cu_seq_lens_q"), Tensor):
+        return (mask_BL.cumsum(dim=1) if positions_1L is None else positions_1L + 1) * mask_BL
+    if positions_1L is None and isinstance(ends_N := shared.get("cu_seq_lens_q"), Tensor):
         positions_L = torch.arange(shape[1], device=ends_N.device)
         starts_L = ends_N[torch.searchsorted(ends_N, positions_L, right=True) - 1]
         return (positions_L - starts_L + 1).expand(shape)
-    return None
+    return None if positions_1L is None else (positions_1L + 1).expand(shape)

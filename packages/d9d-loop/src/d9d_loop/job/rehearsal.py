@@ -94,7 +94,7 @@ class _Rehearsal:
         self._plan, self._task, self._model = plan, plan.task, plan.model.built.module
         self._name, self._batch = type(plan.task).__name__, ""  # the description of the batch, when it is read
         self._which = ""
-        self._first_batch: Any = None
+        self._first_batch: Any = None  # whole rows
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         mesh = plan.model.mesh
         num_parts = mesh.context_parallel_shard * mesh.context_parallel_replicate
@@ -116,7 +116,7 @@ class _Rehearsal:
                 if isinstance(model, Exception):
                     raise model
                 if self._first_batch is None:
-                    self._first_batch = self._read(self._plan.stream, self._plan.microbatch_size)
+                    self._read(self._plan.stream, self._plan.microbatch_size)
                 with _eager():
                     has_reference = self._plan.reference is not None
                     formula, has_unknown_mask = measure_flops(
@@ -142,7 +142,6 @@ class _Rehearsal:
                 if is_evaluation:
                     self._model.eval()  # the last batches; those of the training run in the modes of the built model
                 batch = self._read(stream, size)
-                self._first_batch = batch if self._first_batch is None else self._first_batch
                 with torch.set_grad_enabled(not is_evaluation):
                     outputs = self._run(batch)
                 if not is_evaluation:
@@ -184,6 +183,7 @@ class _Rehearsal:
         self._batch = _describe_tree(batch)
         if self._multiple > 1:
             batch, _ = _call(f"{self._name}.pad_sequence", self._task.pad_sequence, batch, self._multiple)
+        self._first_batch = batch if self._first_batch is None else self._first_batch
         if self._split is not None:
             batch = _call(f"{self._name}.split_sequence", self._task.split_sequence, batch, self._split)
             self._batch = _describe_tree(batch)

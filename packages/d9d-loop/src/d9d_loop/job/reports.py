@@ -12,7 +12,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext, UserError
+from d9d_dist import ContextSplit, DistributedContext, UserError
 from d9d_loop.engine.job_state import Record
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.job.flop_formula import FlopFormula
@@ -49,7 +49,7 @@ class Reports:
         flops: FlopFormula | None = None,
     ) -> None:
         self._plan, self._config = plan, plan.config
-        self.meter = FlopMeter(flops, plan.task, num_parts=ctx.size("batch", "cp"))
+        self.meter = FlopMeter(flops, plan.task, split=ContextSplit(ctx.mesh_for("batch")["cp"]))
         self._peak, self._is_told = plan.config.logging.peak_flops, False
         if self._peak is None:
             with suppress(UserError):  # the device is not in the table

@@ -163,6 +163,12 @@ class _Parts:
         return self._parts[key][1]
 
 
+def _parameters(model: Any, method: str) -> frozenset[str]:
+    """Return the names of the parameters of a method of the model without head; none without the method."""
+    found = getattr(model.base_model, method, None)
+    return frozenset(() if found is None else signature(found).parameters)
+
+
 @final
 class _RowsForward:
     """Forward that gathers the rows of the inputs."""
@@ -171,8 +177,11 @@ class _RowsForward:
         self._forward, self._split, self._parts = model.forward, split, parts
         self._name, self._model_name = model.main_input_name, type(model).__name__
         self._model_type: str = model.config.model_type
-        tower = getattr(model.base_model, "get_image_features", None)
-        self._of_images = frozenset(() if tower is None else signature(tower).parameters)
+        of_image, *others = (_parameters(model, f"get_{kind}_features") for kind in ("image", "video", "audio"))
+        self._of_images = of_image | {"pixel_values"}
+        self._not_compared = frozenset().union(*others) - self._of_images - {"attention_mask"}
+        if self._model_type not in IMAGE_MODELS:
+            self._not_compared |= self._of_images
 
     def __call__(self, *first: Any, **shared: Any) -> Any:
         if self._name not in shared:
@@ -185,10 +194,10 @@ class _RowsForward:
                 f"got labels for {self._model_name} on several context-parallel ranks, which shifts them inside of a "
                 "rank's part; expected labels that are shifted before the split. Compute the loss in the task."
             )
-        if self._model_type not in IMAGE_MODELS and (found := sorted(self._of_images & shared.keys())):
+        if found := sorted(self._not_compared & {name for name, value in shared.items() if value is not None}):
             raise UserError(
                 f"got {found[0]} for {self._model_name} on several context-parallel ranks; expected texts only, or "
-                f"one of {', '.join(sorted(IMAGE_MODELS))}. Set mesh.context_parallel_shard to 1."
+                f"images for one of {', '.join(sorted(IMAGE_MODELS))}. Set mesh.context_parallel_shard to 1."
             )
         shape = shared[self._name].shape[:2]
         shared = {
