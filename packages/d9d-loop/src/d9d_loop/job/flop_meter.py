@@ -41,7 +41,9 @@ class FlopMeter:
         if self.formula.images is not None:
             self._total = self._total + self.formula.images.of(inputs.shared) / self._num_parts
         rows, are_tokens = rows_of(inputs)
-        positions = None if self._positions is None else self._positions(rows.shape[1] * self._num_parts)
+        positions = None
+        if self._positions is not None and are_tokens and rows.shape[1] % 2 == 0:  # a rank has two chunks of each row
+            positions = self._positions(rows.shape[1] * self._num_parts)
         numbers_BL = document_numbers(inputs, rows, positions) if are_tokens else None
         mask_BL = self._task.token_mask(batch) if are_tokens else None
         if mask_BL is not None and mask_BL.shape == rows.shape:
