@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 from torch._logging._internal import TorchLogsFormatter
+from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
@@ -74,6 +75,25 @@ def test_ranks_have_little_time_to_end_after_another_node_has_left(
         agent._stop_workers(group)
     assert agent._exit_codes() == ([-signal.SIGKILL] if is_broken else [None])
     agent._end_ranks()
+
+
+def test_the_first_rank_of_a_lost_host_counts_the_ranks_of_uneven_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
+    agent, store = QuickAgent.__new__(QuickAgent), HashStore()
+    agent._pcontext = None
+    groups = [
+        mock.Mock(group_rank=node, store=store, workers=[mock.Mock(global_rank=rank) for rank in ranks])
+        for node, ranks in enumerate([range(8), range(8, 10), range(10, 14)])
+    ]
+    with mock.patch.multiple(LocalElasticAgent, _rendezvous=mock.DEFAULT, _stop_workers=mock.DEFAULT):
+        for group in groups:
+            agent._rendezvous(group)
+        rendezvous = groups[1].spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
+        rendezvous.configure_mock(**{"lost_nodes.return_value": [(2, "host2")], "is_broken.return_value": False})
+        agent._stop_workers(groups[1])
+    assert str(read_lost_host()).startswith("Rank 10 is missing: its process on host2")
 
 
 _NOTES_FIRST = "printf '5\\n2' > ../first_failure; "

@@ -136,14 +136,16 @@ class QuickAgent(LocalElasticAgent):
         if take_slow_host() and isinstance(rendezvous, QuickRendezvous):
             rendezvous.yield_to_spare()
         super()._rendezvous(worker_group)
+        # Nodes may have different numbers of ranks.
+        worker_group.store.set(_first_rank_key(worker_group.group_rank), str(worker_group.workers[0].global_rank))
 
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **named: Any) -> None:
         rendezvous = worker_group.spec.rdzv_handler
         is_quick = isinstance(rendezvous, QuickRendezvous)
         lost, is_broken = (rendezvous.lost_nodes(), rendezvous.is_broken()) if is_quick else ([], False)
         if lost:
-            rank, host = lost[0]
-            write_lost_host(describe_lost_host(rank * worker_group.spec.local_world_size, host))
+            node, host = lost[0]
+            write_lost_host(describe_lost_host(int(worker_group.store.get(_first_rank_key(node))), host))
         if lost or is_broken or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._end_ranks()
         super()._stop_workers(worker_group, *arguments, **named)
@@ -173,6 +175,11 @@ class QuickAgent(LocalElasticAgent):
                 if is_late or process_state(process) == "is stopped":
                     _signal(process, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
+
+
+def _first_rank_key(node: int | None) -> str:
+    """Return the key of a node's first rank in the store of a round."""
+    return f"d9d/first_rank/{node}"
 
 
 def _handled_signals() -> list[signal.Signals]:

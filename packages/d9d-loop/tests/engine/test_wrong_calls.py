@@ -1,6 +1,7 @@
 """Unusual calls of an engine are refused, or give correct results."""
 
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,6 +64,16 @@ def test_scores_of_another_model_need_a_function_that_reads_them(tmp_path: Path)
         with pytest.raises(UserError, match=r"forward has no argument `scores`; .* pass `read` to `score`"):
             engine.score(BATCHES)
         assert len(engine.score(BATCHES, _read)) == len(BATCHES)
+
+
+def test_an_attribute_scores_of_a_task_does_not_read_scores(tmp_path: Path) -> None:
+    task = copy(TASK)
+    vars(task)["scores"] = [0.5]
+    with (
+        Engine.open(config_of(tmp_path), model=lambda stage: nn.Linear(3, 2), task=task) as engine,
+        pytest.raises(UserError, match="forward has no argument `scores`"),
+    ):
+        engine.score(BATCHES)
 
 
 def test_an_optimizer_that_needs_a_closure_is_an_error(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_too_few_hosts_for_replicas_end_a_job_before_its_first_step(
 
 def _start_with_unreadable_files(_: str) -> str:
     job: Any = mock.MagicMock()
-    job.state.restored_from = None
+    job.state.restored = None
     with MeshConfig(data_parallel_shard=-1).build() as job.ctx:
         failure = mock.patch.object(training, "check_progress", side_effect=PermissionError("metrics.jsonl"))
         with failure, pytest.raises(StateError) as caught:

@@ -16,11 +16,12 @@ from vision_cases import CHATS, EAGER, FAMILIES, save_chats, save_model, vision_
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.job.flop_formula import FlopFormula
-from d9d_loop.job.flop_measurement import measure_flops, meta_copy
+from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.flop_meter import FlopMeter
 from d9d_loop.jobs import text_trainer
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.model.built_model import meta_copy
 from d9d_loop.planning import plan_cluster
 from d9d_loop.task import to_inputs
 from d9d_metrics import read_metrics

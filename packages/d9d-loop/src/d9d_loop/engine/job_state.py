@@ -92,6 +92,11 @@ class Record:
 
 _RECORD = TypeAdapter(Record)
 _AVERAGE = "average."
+_FROZEN, _REFERENCE = "frozen_digest", "reference_digest"
+_OMITTED = {
+    _FROZEN: "the frozen parameters of this job, which are not in its checkpoints",
+    _REFERENCE: "the initial weights, which are the reference of this job",
+}
 
 
 def _dump(record: Record) -> JsonValue:
@@ -122,7 +127,6 @@ class JobState:
 
     Attributes:
         restored: Checkpoint of the last `restore`; `None` if there was none.
-        optimizer_before: Class of the optimizer that this checkpoint has state of; `None` if unknown.
     """
 
     def __init__(
@@ -147,16 +151,13 @@ class JobState:
         self._config, self._data_identity, self._code, self._seed = config, data_identity, code, seed
         self._ctx, self._events = ctx, events
         self._trainable_only, self._is_digest_checked = trainable_only, False
-        self._frozen_digest: str | None = None
-        self._reference_digest: str | None = None
+        self._digests: dict[str, str] = {}  # of initial values that the checkpoints omit, by the keys of `_OMITTED`
         self._rank_state, self._average = rank_state, average
         self.restored: CheckpointInfo | None = None
         self._built_groups = group_values(optimizer)
         self._built_values = [dict(group) for group in optimizer.param_groups]
         self._being_written: int | None = None
         self._saved: int | None = None
-        self.restored_from: str | None = None
-        self.optimizer_before: str | None = None
 
     def restore(self, *, is_rollback: bool = False) -> Record:
         """Load the newest valid checkpoint and return its record; without one, keep the initial values. Collective.
@@ -172,30 +173,22 @@ class JobState:
         """
         subscriber_states(self._events)  # a state that cannot be saved is an error before the first step
         self.restored = info = self._find(is_rollback=is_rollback)
-        expected = None if info is None else frozen_digest_of(info)
-        if self._trainable_only or expected is not None:
-            self._frozen_digest = model_digest(self._model, self._ctx, frozen=True)
+        has_frozen = info is not None and not omits_frozen(info)
+        if self._trainable_only or not (info is None or has_frozen):
+            self._digests[_FROZEN] = model_digest(self._model, self._ctx, frozen=True)
         if info is None:
             return Record()
-        if expected is not None and self._frozen_digest != expected:
-            raise UserError(
-                f"{info.root} has only trainable parameters, and this job's frozen parameters have changed since the "
-                "save. Use the run's original initial_weights (or its original seed if it had none), or start a new "
-                "run with --run.name."
-            )
         state: Any = info.state
-        if len({state.get("reference_digest"), self._reference_digest} - {None}) > 1:
-            raise UserError(
-                f"the initial weights, which are the reference of this job, have changed since {info.root} was saved. "
-                "Use the run's original initial_weights (or its original seed if it had none), or start a new run with "
-                "--run.name."
-            )
+        for key, what in _OMITTED.items():
+            if len({state.get(key), self._digests.get(key)} - {None}) > 1:
+                raise UserError(
+                    f"{what}, have changed since {info.root} was saved. Use the run's original initial_weights (or its "
+                    "original seed if it had none), or start a new run with --run.name."
+                )
         self._load(info)
-        if expected is None:  # the checkpoint may have replaced the frozen parameters
+        if has_frozen:  # the checkpoint may have replaced the frozen parameters
             self._check_frozen()
             self._is_digest_checked = False
-        self.restored_from = str(info.root)
-        self.optimizer_before = state.get("optimizer_class")
         # A rank may not see yet that another host amended the state.
         record = _RECORD.validate_python(gather_json(state["record"], alone=self._ctx.world_size == 1)[0])
         for name, part in self._parts.items():
@@ -217,12 +210,12 @@ class JobState:
 
     def keep_reference(self) -> None:
         """Save the digest of the current trainable values, the reference's, with each checkpoint. Collective."""
-        self._reference_digest = model_digest(self._model, self._ctx, frozen=False)
+        self._digests[_REFERENCE] = model_digest(self._model, self._ctx, frozen=False)
 
     def _load(self, info: CheckpointInfo) -> None:
         """Load the model, its average and the optimizer. Collective."""
         prepare_optimizer_for_load(self._model, self._optimizer, info)
-        tensors = self._tensors(trainable_only=frozen_digest_of(info) is not None)
+        tensors = self._tensors(trainable_only=omits_frozen(info))
         # A run may start to average when it resumes: then its average starts at the loaded weights.
         tensors = {name: each for name, each in tensors.items() if not _is_new_average(name, info)}
         self.store.load(info, tensors, self._ctx)
@@ -251,6 +244,12 @@ class JobState:
         assert found is not None
         self._load(found)
         return found.step
+
+    @property
+    def optimizer_before(self) -> str | None:
+        """Class of the optimizer whose state the restored checkpoint has; `None` if unknown."""
+        state: Any = {} if self.restored is None else self.restored.state
+        return state.get("optimizer_class")
 
     def check_optimizer(self) -> None:
         """Raise `UserError` on every rank if the optimizer cannot continue from the state of another class. Collective.
@@ -373,8 +372,7 @@ class JobState:
                 "data_identity": self._data_identity,
                 "code": self._code,
                 "optimizer_class": type(self._optimizer).__qualname__,
-                "frozen_digest": self._frozen_digest if self._trainable_only else None,
-                "reference_digest": self._reference_digest,
+                **{key: self._digests[key] for key in self._digests if key != _FROZEN or self._trainable_only},
                 "average": None if self._average is None else self._average.state_dict(),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },
@@ -413,7 +411,7 @@ class JobState:
         """With `trainable_only`, check once that no event handler has changed a frozen parameter. Collective."""
         if not self._trainable_only or self._is_digest_checked:
             return
-        if model_digest(self._model, self._ctx, frozen=True) != self._frozen_digest:
+        if model_digest(self._model, self._ctx, frozen=True) != self._digests[_FROZEN]:
             raise UserError(
                 "checkpoint.trainable_only = true, but frozen parameters do not have their initial values, and no "
                 "checkpoint could restore them. Use the run's original initial_weights or seed, do not change frozen "
@@ -434,10 +432,10 @@ def _is_new_average(name: str, info: CheckpointInfo) -> bool:
     return name.startswith(_AVERAGE) and name not in info.tensors
 
 
-def frozen_digest_of(info: CheckpointInfo) -> str | None:
-    """Return the digest of the frozen parameters that a checkpoint omits; `None` if it has all parameters."""
+def omits_frozen(info: CheckpointInfo) -> bool:
+    """Return True if a checkpoint has only trainable parameters, and a digest of the frozen ones."""
     state: Any = info.state
-    return state.get("frozen_digest")
+    return state.get(_FROZEN) is not None
 
 
 def _metric_states(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:

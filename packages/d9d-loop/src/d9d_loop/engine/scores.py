@@ -45,7 +45,7 @@ def score(
     experts: RecordLayers | None,
 ) -> list[Mapping[str, Tensor]]:
     """Return values per token of the first `num_own` batches; see `Engine.score`. `batches` are on the device."""
-    if read is None and isinstance(task, ReadsScores):
+    if read is None and isinstance(task, ReadsScores) and callable(task.scores):
         read = task.scores
     if read is None:
         _check(pipeline)

@@ -58,8 +58,8 @@ class Inference:
     """Inference over a dataset, in a single process or under torchrun with the same script.
 
     A restarted job computes only the missing parts. The number of ranks may differ between runs. Other data, values of
-    the model, settings of the task, `batch_size`, `precision` or `seed` than those of the existing parts are an error;
-    changes of the code are printed.
+    the model, attributes of the task, `batch_size`, `precision` or `seed` than those of the existing parts are an
+    error, except attributes whose names begin with an underscore. Changes of the code are printed.
 
     Attributes:
         events: Event bus. Subscribe with `inference.events.on(PartWritten, handler)`.

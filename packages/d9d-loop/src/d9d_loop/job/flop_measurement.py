@@ -7,7 +7,6 @@ that ends afterwards, on a copy of the model.
 The batch keeps its values, which models read: sizes of images, positions and masks; see `known_values`.
 """
 
-import copy
 import inspect
 import math
 import sys
@@ -35,16 +34,6 @@ from d9d_pipeline import Inputs
 
 _IN_ONE_CALL = "d9d_flops_flash"
 """Name for which towers pass all windows to one call; with others they call for each of them, which takes seconds."""
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Copy a model, with its parameters and buffers on `meta`."""
-    memo: dict[int, Any] = {}
-    for each in model.parameters():
-        memo[id(each)] = nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
-    for each in model.buffers():
-        memo[id(each)] = torch.empty_like(each, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def rows_of(inputs: Inputs) -> tuple[Tensor, bool]:

@@ -31,11 +31,12 @@ from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.sample_reader import describe_none
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.job.flop_formula import FlopFormula
-from d9d_loop.job.flop_measurement import measure_flops, meta_copy
+from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.predictions import checked_predictions
 from d9d_loop.job.sum_check import check_sum
+from d9d_loop.model.built_model import meta_copy
 from d9d_loop.task import Loss, Task, to_inputs, with_reference
 from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_metrics.sync import named_tensors

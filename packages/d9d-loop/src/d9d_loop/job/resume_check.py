@@ -11,7 +11,7 @@ from torch import nn
 from d9d_dist import UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.engine.job_state import Record, frozen_digest_of
+from d9d_loop.engine.job_state import Record, omits_frozen
 from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.resume_settings import changes, describe, effect_of
@@ -160,7 +160,7 @@ def check_checkpoint(
     """
     if info is None:
         return True, []
-    trainable_only = frozen_digest_of(info) is not None
+    trainable_only = omits_frozen(info)
     check_same_model(info, model, trainable_only=trainable_only)
     state: Any = info.state
     before, now = state["config"], redact_secrets(config.model_dump(mode="json"))

@@ -141,11 +141,10 @@ def _describe_start(job: Job, *, changes: bool = True) -> None:
 
 def _start_lines(job: Job) -> list[str]:
     """Check a start at step 0 and rename the files of an earlier one; return the message. Main process only."""
-    config, source = job.plan.config, job.state.restored_from
-    if source is not None:
-        assert job.state.restored is not None
-        check_owner(config, job.state.restored)  # the plan has not seen the steps of local tiers
-        return [f"d9d: resumed from step {job.record.step} at {source}.", *_resume_lines(job)]
+    config, restored = job.plan.config, job.state.restored
+    if restored is not None:
+        check_owner(config, restored)  # the plan has not seen the steps of local tiers
+        return [f"d9d: resumed from step {job.record.step} at {restored.root}.", *_resume_lines(job)]
     check_progress(config, job.state.store.root)
     if not config.evaluation.only:
         keep_earlier_files(config)

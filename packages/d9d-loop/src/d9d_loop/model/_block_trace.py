@@ -6,7 +6,6 @@ that depends only on the batch, such as a mask or a rotary table, has no positio
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import UserError
+from d9d_loop.model.built_model import meta_copy
 
 Path: TypeAlias = tuple[int | str, ...]
 """Path to a tensor in the arguments `(args, kwargs)` of a block's call."""
@@ -121,13 +121,7 @@ def find_blocks(model: Any, *, axis: str) -> tuple[Any, str]:
 
 def on_meta(model: Any) -> Any:
     """Return a copy of a model on `meta`, without parameters to train and without a cache."""
-    # Not `empty_like`: values of the tensors may not be drawn yet (`SkippedDraws`).
-    memo: dict[int, Any] = {
-        id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in model.buffers()
-    }
-    for each in model.parameters():
-        memo[id(each)] = nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"), requires_grad=False)
-    model = deepcopy(model, memo)
+    model = meta_copy(model).requires_grad_(requires_grad=False)
     without_cache(model.config)
     return model
 

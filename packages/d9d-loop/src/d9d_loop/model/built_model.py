@@ -5,6 +5,7 @@ host build one after another, digest each tensor, and keep the structure on `met
 are distributed. A host never holds more than one whole copy of the model.
 """
 
+import copy
 import os
 import random
 import sys
@@ -87,6 +88,17 @@ def build_with_values(
     module.zero_grad()
     _set_own_modes(module)
     return module, built_values(module, ignore_meta=provider.initial_weights is not None)
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with its parameters and buffers on `meta`."""
+    memo: dict[int, Any] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        # Not `empty_like`: values of the tensors may not be drawn yet (`SkippedDraws`).
+        value = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+        is_parameter = isinstance(each, nn.Parameter)
+        memo[id(each)] = nn.Parameter(value, requires_grad=each.requires_grad) if is_parameter else value
+    return copy.deepcopy(model, memo)
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
