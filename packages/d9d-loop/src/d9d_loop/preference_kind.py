@@ -1,4 +1,4 @@
-"""Kinds of preference losses, without imports, for configurations."""
+"""Names of the preference losses, for configurations: does not import torch."""
 
 from typing import Literal, TypeAlias
 

@@ -54,7 +54,7 @@ class Router(Protocol):
 
 @runtime_checkable
 class ReplayRouter(Protocol):
-    """Router that can also use recorded experts instead of its own choice, like both routers of this package.
+    """Router that can use recorded experts instead of its own choice. Both routers of this package can.
 
     Reinforcement learning replays the routing of the inference engine: otherwise, small numerical differences between
     the engines could lead to other experts, and change the probabilities of tokens ("Stabilizing MoE Reinforcement

@@ -1,1 +1,1 @@
-"""Failed, lost and slow ranks: which one was the first, and what its process does now."""
+"""Detection of failed, lost and slow ranks: the first failure, and the state of the process of a rank."""

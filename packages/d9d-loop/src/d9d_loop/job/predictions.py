@@ -97,7 +97,7 @@ def checked_predictions(task: Task, outputs: Any, batch: Any) -> dict[str, Tenso
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of an array: numpy has no bfloat16, and gloo sends no bool."""
+    """Return the dtype in which predictions are sent and stored: NumPy has no bfloat16, and gloo sends no bool."""
     if dtype.is_complex:
         raise UserError("got complex predictions; expected real ones. Use torch.view_as_real.")
     return (torch.float64 if dtype == torch.float64 else torch.float32) if dtype.is_floating_point else torch.int64

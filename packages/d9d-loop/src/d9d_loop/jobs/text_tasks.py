@@ -71,7 +71,7 @@ class NextToken(Task):
         return {**{key: each for key, each in batch.items() if key not in _NOT_INPUTS}, "use_cache": False}
 
     def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
-        """Return rows with more padding: id 0 without a label, which no earlier position sees."""
+        """Pad the ends of rows with token id 0 and without labels; earlier positions do not attend to the padding."""
         return _padded(batch, multiple)
 
     def metrics(self) -> Mapping[str, Metric]:

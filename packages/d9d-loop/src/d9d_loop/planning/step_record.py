@@ -260,7 +260,7 @@ class StepRecorder(TorchDispatchMode):
         self.record.operations.append(Operation(name, flops, num_bytes, *shapes, is_recomputed=_is_recomputed()))
 
     def _counted(self, number: int, tensor: Tensor) -> int:
-        """Scale a tensor's bytes or FLOPs to the full model: each dropped repeat adds the repeat's share of them."""
+        """Scale a tensor's bytes or FLOPs to the full model: each dropped repeat adds its part of them."""
         return round(number * (1 + self._marks.num_dropped * self._marks.share(tensor)))
 
     def _track(self, tensor: Tensor, known: Container[int]) -> None:
