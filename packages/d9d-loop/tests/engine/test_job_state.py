@@ -234,7 +234,7 @@ def test_other_initial_weights_are_refused(tmp_path: Path, ctx: DistributedConte
     other.initial += 1e-3
     with pytest.raises(
         UserError,
-        match=r"the frozen parameters of this job, .* changed since .*step-00000001 was saved.* original initial_weights",
+        match=r"the frozen parameters of this job, .* since .*step-00000001 was saved.* original initial_weights",
     ):
         other.restore()
 

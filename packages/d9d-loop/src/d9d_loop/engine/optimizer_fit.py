@@ -54,8 +54,8 @@ def check_state_fits(optimizer: Optimizer, before: str) -> None:
     """Raise `UserError` if a step of an optimizer needs a value that the state of another class does not have.
 
     `before` is the class of the optimizer that was saved. A copy of the optimizer updates one parameter of one
-    element in each group, whose state has the same names. Other failures of the copy are ignored: the step itself reports
-    them. Call it after the state is loaded.
+    element in each group, whose state has the same names. Other failures of the copy are ignored: the step itself
+    reports them. Call it after the state is loaded.
     """
     for group in optimizer.param_groups:
         loaded = next((parameter for parameter in group["params"] if optimizer.state.get(parameter)), None)
