@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from d9d_dist import DistributedContext, MeshConfig, StageInfo
 from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
-from d9d_loop.job.flop_measurement import measure_flops, meta_copy
+from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.flop_meter import FlopMeter
 from d9d_loop.jobs.text_tasks import NextToken
+from d9d_loop.model.built_model import meta_copy
 from d9d_loop.task import to_inputs
 from d9d_loop.tasks import NextTokenTask
 from d9d_loop.testing import parse_layout

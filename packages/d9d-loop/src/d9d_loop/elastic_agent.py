@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -136,16 +136,17 @@ class QuickAgent(LocalElasticAgent):
         if take_slow_host() and isinstance(rendezvous, QuickRendezvous):
             rendezvous.yield_to_spare()
         super()._rendezvous(worker_group)
+        store: Any = worker_group.store
         # Nodes may have different numbers of ranks.
-        worker_group.store.set(_first_rank_key(worker_group.group_rank), str(worker_group.workers[0].global_rank))
+        store.set(_first_rank_key(worker_group.group_rank), str(worker_group.workers[0].global_rank))
 
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **named: Any) -> None:
         rendezvous = worker_group.spec.rdzv_handler
         is_quick = isinstance(rendezvous, QuickRendezvous)
         lost, is_broken = (rendezvous.lost_nodes(), rendezvous.is_broken()) if is_quick else ([], False)
         if lost:
-            node, host = lost[0]
-            write_lost_host(describe_lost_host(int(worker_group.store.get(_first_rank_key(node))), host))
+            (node, host), store = lost[0], cast("Any", worker_group.store)
+            write_lost_host(describe_lost_host(int(store.get(_first_rank_key(node))), host))
         if lost or is_broken or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._end_ranks()
         super()._stop_workers(worker_group, *arguments, **named)

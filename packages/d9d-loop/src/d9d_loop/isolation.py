@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from d9d_dist import stream_key
+from d9d_dist.values import seeds
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
     buffers = BufferValues(model)
     model.eval()
     try:
-        with torch.no_grad(), _restored_random(device=True):
+        with torch.no_grad(), restored_random(device=True):
             yield
     finally:
         buffers.restore()
@@ -37,24 +38,19 @@ def isolated_random(*parts: str | int, device: bool = False) -> Generator[None]:
         parts: Key of the random stream; equal parts give equal draws, on every rank and in every run.
         device: If True, also seed and restore the accelerator's generator.
     """
-    with _restored_random(device=device):
+    with restored_random(device=device):
         seed_generators(*parts, device=device)
         yield
 
 
 def seed_generators(*parts: str | int, device: bool = False) -> None:
     """Seed the generators as `isolated_random` does, without restoring their states."""
-    key = stream_key(*parts)
-    random.seed(key)
-    torch.default_generator.manual_seed(key)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(key % 2**32)
-    if device and torch.accelerator.is_available():
-        torch.get_device_module().manual_seed(key)
+    seeds.seed_generators(stream_key(*parts), device=device)
 
 
 @contextmanager
-def _restored_random(*, device: bool) -> Generator[None]:
+def restored_random(*, device: bool = False) -> Generator[None]:
+    """Restore the generators of Python, NumPy (if imported) and torch on exit; with `device` also the accelerator's."""
     numpy = sys.modules.get("numpy")
     has_accelerator = device and torch.accelerator.is_available()
     numpy_state = numpy.random.get_state() if numpy else None

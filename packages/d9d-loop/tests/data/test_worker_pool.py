@@ -10,9 +10,9 @@ import torch
 
 from d9d_dist import DistributedContext, UserError
 from d9d_loop.data import DataError, IndexedStream
-from d9d_loop.data.data_random import restored_random
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.worker_pool import WorkerPool
+from d9d_loop.isolation import restored_random
 from d9d_loop.job.garbage import garbage_collection
 from d9d_loop.resilience import StopSignals
 

@@ -114,9 +114,11 @@ def test_a_checkpoint_of_a_run_is_exported(adapted: bool, trained: Path, tmp_pat
     config = transformers.Qwen3Config(**IDS, **GROUPED, tie_word_embeddings=False)
     base = save_folder(tmp_path / "base", config, "Qwen3ForCausalLM")
     options = {"adapter": {"rank": 4, "alpha": 8.0}} if adapted else {}
-    job = job_config("pretrain", {"folder": base}, trained / "texts.jsonl", tmp_path, steps=2, **options)
+    texts = shutil.copy(trained / "texts.jsonl", tmp_path)
+    job = job_config("pretrain", {"folder": base}, Path(texts), tmp_path, steps=2, **options)
     run = train(job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"every": 1})}))
     moved = run.rename(tmp_path / "moved")
+    Path(texts).unlink()
     for step in (1, 2):
         export_command.main([str(moved), "--step", str(step)])
     exports = [moved / "step-1" / "export", moved / "step-2" / "export", moved / "export"]

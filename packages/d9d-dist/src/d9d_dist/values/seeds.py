@@ -36,11 +36,11 @@ def rank_role(ctx: DistributedContext) -> dict[str, list[int]]:
     return {axis: [ctx.coordinate("batch", axis), ctx.size("batch", axis)] for axis in (*_AXES, "tp")}
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the generators of Python, NumPy (if imported) and torch on every device."""
+def seed_generators(seed: int, *, device: bool = True) -> None:
+    """Seed the generators of Python, NumPy (if imported) and torch, on every device or only on the CPU."""
     # Without an accelerator `torch.manual_seed` formats a stack trace per device type: milliseconds.
-    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-    seed_torch(seed)
+    has_device = device and torch.accelerator.is_available()
+    (torch.manual_seed if has_device else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

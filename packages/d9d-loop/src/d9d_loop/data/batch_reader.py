@@ -6,10 +6,11 @@ from typing import Any, final
 
 import torch
 
-from d9d_loop.data.data_random import check_draws_nothing, restored_random
+from d9d_loop.data.data_random import check_draws_nothing
 from d9d_loop.data.prefetcher import Prefetcher, pinned
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.worker_pool import WorkerPool
+from d9d_loop.isolation import restored_random
 
 
 @final

@@ -3,55 +3,35 @@
 import json
 import random
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from d9d_dist import UserError, stream_key
+from d9d_dist import UserError
+from d9d_loop.isolation import isolated_random, seed_generators
+
+_SAMPLE = "data at"
 
 
-@contextmanager
-def position_random(seed: int, *, position: int) -> Generator[None]:
+def position_random(seed: int, *, position: int) -> AbstractContextManager[None]:
     """Seed `random`, torch's CPU generator and, if imported, NumPy from a sample position; restore them on exit.
 
     `position` is the sample's position in the global order. Pipeline-, tensor- and context-parallel ranks read the
     same samples, so they must draw the same numbers.
     """
-    with restored_random():
-        seed_data_random(seed, position=position)
-        yield
-
-
-@contextmanager
-def restored_random() -> Generator[None]:
-    """Restore the states of `random`, of torch's CPU generator and, if imported, of NumPy on exit."""
-    before = _states()
-    try:
-        yield
-    finally:
-        random.setstate(before["Python"])
-        torch.default_generator.set_state(before["torch"])
-        if "NumPy" in before:
-            sys.modules["numpy"].random.set_state(before["NumPy"])
+    return isolated_random(seed, _SAMPLE, position)
 
 
 def seed_data_random(seed: int, *, position: int) -> None:
     """Seed like `position_random` without restoring the states."""
-    _seed(stream_key(seed, "data at", position))
+    seed_generators(seed, _SAMPLE, position)
 
 
 def seed_collate_random(seed: int, *, position: int) -> None:
     """Seed the generators for collating the samples from `position` on, independently of the samples."""
-    _seed(stream_key(seed, "collate at", position))
-
-
-def _seed(key: int) -> None:
-    random.seed(key)
-    torch.default_generator.manual_seed(key)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(key % 2**32)
+    seed_generators(seed, "collate at", position)
 
 
 def check_draws_nothing(read: Callable[[], object]) -> None:

@@ -4,6 +4,7 @@ FSDP and DTensor take as long to import as torch, so they are imported when a Tr
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,7 @@ class Trainer:
         """Export the checkpoint of a step to `folder/export`, on any number of ranks, without training. Collective.
 
         The job runs its handlers of `Finished`, with `folder` as `result.run_dir`. The model is sharded over all ranks,
-        whatever the mesh of the job is.
+        whatever the mesh of the job is. The data are not read.
 
         Args:
             folder: Folder to write.
@@ -163,9 +164,20 @@ class Trainer:
             UserError: On every rank, if there is no such checkpoint, or as in `train`.
         """
         from d9d_loop.job.job_run import export_step  # noqa: PLC0415 - imports FSDP and DTensor
+        from d9d_loop.job.resume_check import find_checkpoint  # noqa: PLC0415
 
-        batch = BatchConfig(global_size=read_launch().world_size, microbatch_size=1)
-        return self._run(partial(export_step, step=step, folder=Path(folder)), batch=batch, export=True)
+        find_checkpoint(self._config)  # raises an error for a checkpoint of another run, which `adopt` would not
+        size = read_launch().world_size
+        no_data = DatasetProvider([None] * size, evaluation=[None])
+        self._plan = partial(self._plan, data=no_data, lr_schedule=lambda _step: 1.0)
+        return self._run(
+            partial(export_step, step=step, folder=Path(folder)),
+            batch=BatchConfig(global_size=size, microbatch_size=1),
+            run=self._config.run.model_copy(update={"adopt": True}),
+            steps=sys.maxsize,
+            epochs=None,
+            export=True,
+        )
 
     def import_checkpoint(
         self, path: str | Path, *, step: int | None = None, optimizer: OptimizerProvider | None = None
@@ -191,14 +203,14 @@ class Trainer:
         run = partial(import_checkpoint, path=Path(path), step=step, optimizer=optimizer)
         return self._run(run, average=None)  # an average starts at the imported weights
 
-    def _run(self, run: Callable[["Job"], TrainResult], **changes: Any) -> TrainResult:
-        """Build the job, sharded over all ranks, and `run` it without training. Collective."""
+    def _run(self, action: Callable[["Job"], TrainResult], **changes: Any) -> TrainResult:
+        """Build the job, sharded over all ranks, and run `action` instead of the training. Collective."""
         from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
 
         changes |= {"mesh": MeshConfig(data_parallel_shard=-1), "rehearsal": False}
         stamps = self._config.logging.stamps
         with stamped_output(read_launch().rank, enabled=stamps), explained("the job cannot be built"):
-            return train(self._plan(self._config.model_copy(update=changes)), self.events, run)
+            return train(self._plan(self._config.model_copy(update=changes)), self.events, action)
 
 
 def _check_types(config: object, task: object) -> None:

@@ -1,5 +1,7 @@
 """Trainer of a job on text, built only from its configuration."""
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, assert_never
 
@@ -27,8 +29,10 @@ from d9d_loop.task import Task
 from d9d_loop.tasks import NextTokenTask, PreferenceTask
 
 
-def text_trainer(config: TextJobConfig) -> Trainer:
+def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     """Build the Trainer of a job on text. `transformers` can load the exported folder with its tokenizer.
+
+    If `reads_data` is False, it can only export; only `job = classify` reads its data, for the classes.
 
     Raises:
         UserError: If a file or folder is missing or does not fit the job, or a package is not installed.
@@ -41,13 +45,13 @@ def text_trainer(config: TextJobConfig) -> Trainer:
     _check_folders(config)
     notes: list[str] = []
     of_model = for_images(config)
-    data, task, model = _parts(config, of_model, notes.append)
+    read_data, task, model = _parts(config, of_model, notes.append)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
     compute = config.compute_metrics
     trainer = Trainer(
         config,
         model=adapted or model,
-        data=data,
+        data=read_data() if reads_data else (),
         task=task,
         reference=_reference(config, adapted),
         compute_metrics=None if compute is None else import_function(compute, "compute_metrics"),
@@ -84,39 +88,42 @@ def _check_folders(config: TextJobConfig) -> None:
         read_config(folder, auto_class(config.job), {})
 
 
-def _parts(config: TextJobConfig, of_model: TextJobConfig, note: Note) -> tuple[DataProvider, Task, ModelProvider]:
-    """Return the data, the task and the model of a job. `of_model` is the configuration `for_images`."""
+def _parts(
+    config: TextJobConfig, of_model: TextJobConfig, note: Note
+) -> tuple[Callable[[], DataProvider], Task, ModelProvider]:
+    """Return a function that reads the data of a job, its task and its model. `of_model` is that `for_images`."""
     tokenizer, packing = text_tokenizer(config), config.dataset.packing
     entries: dict[str, Any] = {}
-    data: DataProvider
+    data: Callable[[], DataProvider]
     task: Task
     match config.job:
         case "sft" | "pretrain":
             task = NextTokenTask() if packing else NextToken(router_loss=router_loss_factor(config, tokenizer))
             texts = packed_texts if packing else text_windows
-            data = chat_rows(config, note) if config.job == "sft" else texts(config, note)
+            data = partial(chat_rows if config.job == "sft" else texts, config, note)
         case "vision":
             task = NextToken(counts_skipped=True)
-            data = (packed_image_chats if packing else image_chats)(config, note)
+            data = partial(packed_image_chats if packing else image_chats, config, note)
         case "dpo" if of_model.job == "vision":
             task = _preference_task(config, counts_skipped=True)
-            data = image_chats(of_model, note, pairs=True)
+            data = partial(image_chats, of_model, note, pairs=True)
         case "dpo":
             task = _preference_task(config, router_loss=0.0 if packing else router_loss_factor(config, tokenizer))
-            data = pair_rows(config, note)
+            data = partial(pair_rows, config, note)
         case "reward":
             chosen = config.reward or RewardConfig()
             task = Reward(RewardLoss(centering=chosen.centering, margin=chosen.margin))
-            data = pair_rows(config, note)
+            data = partial(pair_rows, config, note)
             entries = {"num_labels": 1, "pad_token_id": padding_id(config, tokenizer)}
         case "classify":
             task = Classify()
-            data, classes = labeled_rows(config)
+            rows, classes = labeled_rows(config)
+            data = lambda: rows  # noqa: E731
             entries = {**classes.entries(), "pad_token_id": padding_id(config, tokenizer)}
         case "embed":
             pairs = config.embedding or EmbeddingConfig()
             task = Embed(num_pairs=pairs.group, pooling=pairs.pooling, temperature=pairs.temperature)
-            data = text_groups(config, pairs)
+            data = partial(text_groups, config, pairs)
         case _:
             assert_never(config.job)
     if of_model.job == "vision" and router_loss_factor(of_model, tokenizer):

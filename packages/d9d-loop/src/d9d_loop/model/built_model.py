@@ -7,7 +7,6 @@ are distributed. A host never holds more than one whole copy of the model.
 
 import copy
 import os
-import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from d9d_dist.collectives.consensus import name_ranks
 from d9d_dist.host_lock import host_lock
 from d9d_dist.values.model_values import built_values, digest_values, move_to_meta
 from d9d_dist.values.parameter_writes import written_tensors
+from d9d_dist.values.seeds import seed_generators
 from d9d_loop.isolation import isolated_random
 from d9d_loop.model._skipped_draws import RefusedReads, SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
@@ -80,10 +80,7 @@ def build_with_values(
     returned tensors are the detached parameters and buffers, except those on `meta`. A tied tensor appears once.
     """
     with isolated_random("build"):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed % 2**32)
+        seed_generators(seed)
         module = provider.build(stage)
     module.zero_grad()
     _set_own_modes(module)

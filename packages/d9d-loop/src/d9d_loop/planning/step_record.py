@@ -8,11 +8,12 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
 from typing import Any, final
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -356,8 +357,7 @@ class _EqualParts(list[Tensor]):
         self.whole = whole
 
 
-@contextmanager
-def _equal_chunks() -> Generator[None]:
+def _equal_chunks() -> AbstractContextManager[Any]:
     """Make `torch.chunk` and `torch.cat` handle equal parts of a fake tensor as one tensor, without autograd.
 
     FSDP2 splits and concatenates gathered weights with one part per rank; a large job has thousands of ranks.
@@ -377,45 +377,32 @@ def _equal_chunks() -> Generator[None]:
             tensors = [tensors.whole.view(shape)]
         return cat(tensors, dim, out=out)
 
-    torch.chunk, torch.cat = equal_chunk, equal_cat  # ty: ignore[invalid-assignment]
-    try:
-        yield
-    finally:
-        torch.chunk, torch.cat = chunk, cat
+    return mock.patch.multiple(torch, chunk=equal_chunk, cat=equal_cat)
 
 
-@contextmanager
-def _answered_lists() -> Generator[None]:
+def _answered_lists() -> AbstractContextManager[Any]:
     """Make `tolist` of fake tensors return zeros, for flags of bad steps; torch's `tolist` reads scalars one by one."""
-    original = FakeTensor.tolist
-    FakeTensor.tolist = lambda tensor: _zeros(tuple(tensor.shape))  # ty: ignore[invalid-assignment]
-    try:
-        yield
-    finally:
-        FakeTensor.tolist = original
+    return mock.patch.object(FakeTensor, "tolist", lambda tensor: _zeros(tuple(tensor.shape)))
 
 
-@contextmanager
-def _single_samples() -> Generator[None]:
+def _single_samples() -> AbstractContextManager[Any]:
     """Let `transformers` mask packed samples only in rows with positions of the task: it cannot read fake positions.
 
     The positions that a model makes are views of one row.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masks, "find_packed_sequence_indices", None)
-    if original is not None:
-        masks.find_packed_sequence_indices = lambda position_ids: (
-            None if position_ids._base is not None and position_ids._base.dim() == 1 else original(position_ids)
-        )
-    try:
-        yield
-    finally:
-        if original is not None:
-            masks.find_packed_sequence_indices = original
+    if original is None:
+        return nullcontext()
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        is_own = position_ids._base is not None and position_ids._base.dim() == 1
+        return None if is_own else original(position_ids)
+
+    return mock.patch.object(masks, "find_packed_sequence_indices", find)
 
 
-@contextmanager
-def _marked_deferrals(marks: RepeatMarks) -> Generator[None]:
+def _marked_deferrals(marks: RepeatMarks) -> AbstractContextManager[Any]:
     """Assign a deferred weight gradient to the part of the step that deferred it."""
     original = DeferredWeightGrads.put
 
@@ -428,15 +415,10 @@ def _marked_deferrals(marks: RepeatMarks) -> Generator[None]:
 
         original(later, weight, marked)
 
-    DeferredWeightGrads.put = put  # ty: ignore[invalid-assignment]
-    try:
-        yield
-    finally:
-        DeferredWeightGrads.put = original
+    return mock.patch.object(DeferredWeightGrads, "put", put)
 
 
-@contextmanager
-def _watched_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Generator[None]:
+def _watched_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[Any]:
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -444,8 +426,4 @@ def _watched_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Gener
         on_resize(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # ty: ignore[invalid-assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original
+    return mock.patch.object(torch.UntypedStorage, "resize_", resize)

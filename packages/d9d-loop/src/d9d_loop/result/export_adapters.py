@@ -78,7 +78,8 @@ def _export_step(run: Path, step: str, output: Path | None) -> None:
     from d9d_loop.job_files import read_job  # noqa: PLC0415 - help is printed without torch
 
     # The folder may have moved. The components of a preset are imported from the current folder.
-    trainer, _ = read_job([str(file), "--run.folder", str(file.parent.parent), "--run.name", file.parent.name])
+    words = [str(file), "--run.folder", str(file.parent.parent), "--run.name", file.parent.name]
+    trainer, _ = read_job(words, reads_data=False)
     result = trainer.export(output or run / f"step-{step}", step=None if step == "best" else int(step))
     print(f"d9d: wrote {result.run_dir}.")
 
