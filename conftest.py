@@ -36,6 +36,7 @@ from forked_workers import fork_workers
 from hypothesis import core, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
+from quick_jobs import skip_rehearsals
 
 _LANES = {
     "integration_tests/test_oracle.py": "oracle",
@@ -270,6 +271,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         with suppress(ImportError):
             importlib.import_module("transformers.modeling_utils")
             importlib.import_module("peft")
+    if not (session.config.option.all or session.config.option.slow) and "d9d_loop.job.trainer" in sys.modules:
+        skip_rehearsals()
 
 
 def _seed_torch(item: pytest.Item) -> None:

@@ -10,6 +10,8 @@ from commands import run_commands
 from page_files import PAGE_FILES
 from snippets import MAIN_GUARD, blocks, run_page
 
+REHEARSES = True  # see quick_jobs.py
+
 ROOT = Path(__file__).resolve().parents[1]
 _WITHOUT_SNIPPETS = {"comparison.md", "glossary.md", "surprises.md"}
 _WITH_OTHER_LIBRARIES = {"coming_from.md"}  # shows code of other libraries, which does not run

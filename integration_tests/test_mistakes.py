@@ -19,6 +19,8 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig, TrainResult, cli_main
 from d9d_loop.resilience.bad_steps import BadStepError
 
+REHEARSES = True  # see quick_jobs.py
+
 ROOT = Path(__file__).resolve().parents[1]
 Batch = dict[str, torch.Tensor]
 

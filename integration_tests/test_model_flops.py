@@ -36,6 +36,8 @@ from d9d_modules import (
 from d9d_moe import DeepseekV3Params, GptOssParams, Qwen3MoeParams, Qwen3NextParams
 from d9d_peft import LoRA, inject
 
+REHEARSES = True  # see quick_jobs.py
+
 VOCAB, HIDDEN, HEADS, KEYS, DIM, INNER, LENGTH = 32, 12, 4, 2, 6, 20, 16
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": 2, "num_heads": HEADS, "num_kv_heads": KEYS,

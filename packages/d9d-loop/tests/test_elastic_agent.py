@@ -175,7 +175,7 @@ def test_a_node_yields_to_a_spare_one_if_its_ranks_ask_for_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
-    agent, group = QuickAgent.__new__(QuickAgent), mock.Mock()
+    agent, group = QuickAgent.__new__(QuickAgent), mock.MagicMock()
     group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
     write_slow_host()
     with mock.patch.object(LocalElasticAgent, "_rendezvous"):

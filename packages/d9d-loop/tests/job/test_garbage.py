@@ -6,6 +6,8 @@ import pytest
 
 from d9d_loop.job.garbage import garbage_collection
 
+REHEARSES = True  # see quick_jobs.py
+
 
 class _Cycle:
     def __init__(self) -> None:

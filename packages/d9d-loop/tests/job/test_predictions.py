@@ -14,6 +14,8 @@ from d9d_loop import Loss, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.job.predictions import Predictions
 from d9d_pipeline import Inputs
 
+REHEARSES = True  # see quick_jobs.py
+
 QUICK = {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}}
 
 

@@ -20,6 +20,8 @@ from d9d_loop.job.rehearsal import rehearse
 from d9d_metrics import Accumulator, Metric
 from d9d_pipeline import Inputs
 
+REHEARSES = True  # see quick_jobs.py
+
 
 class _Sum(Task):
     def inputs(self, batch: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from d9d_dist import UserError
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
 from d9d_loop.job.sum_check import check_sum
 
+REHEARSES = True  # see quick_jobs.py
+
 Batch = dict[str, Tensor]
 LossOf = Callable[[Tensor, Batch], Loss]
 

@@ -25,6 +25,8 @@ from d9d_loop.jobs.text_groups import text_groups
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_metrics import read_metrics
 
+REHEARSES = True  # see quick_jobs.py
+
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,

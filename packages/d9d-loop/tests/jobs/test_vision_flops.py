@@ -26,6 +26,8 @@ from d9d_loop.planning import plan_cluster
 from d9d_loop.task import to_inputs
 from d9d_metrics import read_metrics
 
+REHEARSES = True  # see quick_jobs.py
+
 TASK = NextToken()
 
 

@@ -38,6 +38,8 @@ from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.result import chat as chat_command
 from d9d_metrics import read_metrics
 
+REHEARSES = True  # see quick_jobs.py
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -45,13 +45,13 @@ def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     _check_folders(config)
     notes: list[str] = []
     of_model = for_images(config)
-    read_data, task, model = _parts(config, of_model, notes.append)
+    data, task, model = _parts(config, of_model, notes.append, reads_data=reads_data)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
     compute = config.compute_metrics
     trainer = Trainer(
         config,
         model=adapted or model,
-        data=read_data() if reads_data else (),
+        data=data,
         task=task,
         reference=_reference(config, adapted),
         compute_metrics=None if compute is None else import_function(compute, "compute_metrics"),
@@ -89,9 +89,9 @@ def _check_folders(config: TextJobConfig) -> None:
 
 
 def _parts(
-    config: TextJobConfig, of_model: TextJobConfig, note: Note
-) -> tuple[Callable[[], DataProvider], Task, ModelProvider]:
-    """Return a function that reads the data of a job, its task and its model. `of_model` is that `for_images`."""
+    config: TextJobConfig, of_model: TextJobConfig, note: Note, *, reads_data: bool
+) -> tuple[DataProvider | tuple[()], Task, ModelProvider]:
+    """Return the data, the task and the model of a job. `of_model` is the configuration `for_images`."""
     tokenizer, packing = text_tokenizer(config), config.dataset.packing
     entries: dict[str, Any] = {}
     data: Callable[[], DataProvider]
@@ -126,13 +126,14 @@ def _parts(
             data = partial(text_groups, config, pairs)
         case _:
             assert_never(config.job)
+    read = data() if reads_data else ()
     if of_model.job == "vision" and router_loss_factor(of_model, tokenizer):
         raise UserError(
             "the configuration of the model has output_router_logits = true, but jobs with images have no balance loss "
             "of experts; expected false. Set it in config.json of the folder."
         )
     own = config.has_own_model
-    return data, task, own_model(config, tokenizer) if own else transformers_model(of_model, tokenizer, entries)
+    return read, task, own_model(config, tokenizer) if own else transformers_model(of_model, tokenizer, entries)
 
 
 def _preference_task(config: TextJobConfig, *, router_loss: float = 0.0, counts_skipped: bool = False) -> Task:
