@@ -36,7 +36,7 @@ from forked_workers import fork_workers
 from hypothesis import core, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
-from quick_jobs import skip_rehearsals
+from quick_jobs import start_quickly
 
 _LANES = {
     "integration_tests/test_oracle.py": "oracle",
@@ -272,7 +272,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             importlib.import_module("transformers.modeling_utils")
             importlib.import_module("peft")
     if not (session.config.option.all or session.config.option.slow) and "d9d_loop.job.trainer" in sys.modules:
-        skip_rehearsals()
+        start_quickly()
 
 
 def _seed_torch(item: pytest.Item) -> None:

@@ -1,16 +1,19 @@
-"""Jobs of tests start without the rehearsal and the measurement of FLOPs, which take 0.1 s in a forked process.
-
-A module whose tests are about them sets `REHEARSES = True`; with `--all` or `--slow`, every job rehearses.
-"""
+"""Quick starts of jobs in tests: without what each start repeats, and takes more time than the steps of a toy model."""
 
 import importlib
 import sys
+from functools import cache
 from typing import Any
 
 
-def skip_rehearsals() -> None:
-    """Let jobs in this process, and in ranks that are forked from it, rehearse only below modules that ask for it."""
+def start_quickly() -> None:
+    """Let jobs in this process, and in ranks that are forked from it, start without rehearsal, FLOPs and calls of git.
+
+    They take 0.1 s in forked processes, far more with a model of `transformers`. A module whose tests need them sets
+    `REHEARSES = True`. The files of imported modules are looked up once.
+    """
     training: Any = importlib.import_module("d9d_loop.job.training")
+    run_files: Any = importlib.import_module("d9d_loop.job.run_files")
     rehearse = training.rehearse
 
     def rehearse_if_asked(plan: Any) -> Any:
@@ -22,3 +25,5 @@ def skip_rehearsals() -> None:
         return None
 
     training.rehearse = rehearse_if_asked
+    run_files._commit = cache(run_files._commit)
+    importlib.import_module("d9d_loop.engine.code_digest").source_digests()

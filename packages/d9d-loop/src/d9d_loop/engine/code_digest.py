@@ -174,7 +174,12 @@ def _own_file(name: str) -> Path | None:
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or name.startswith("d9d_"):
         return None
-    folder, base = os.path.split(os.path.abspath(file))  # noqa: PTH100 - faster than Path, for thousands of modules
+    return _own_path(file if file.startswith("/") else os.path.abspath(file))  # noqa: PTH100 - one text for the cache
+
+
+@cache
+def _own_path(file: str) -> Path | None:
+    folder, base = os.path.split(file)
     own = _own_folder(folder)
     return None if own is None else own / base
 
