@@ -326,8 +326,9 @@ def imported_modules(text: str) -> set[str]:
     tree = ast.parse(text)
     skipped = {id(below) for node in ast.walk(tree) if _is_type_checking(node) for below in ast.walk(node)}
     names: set[str] = set()
+    looks_up = "not in sys.modules" in text  # to unparse is slow
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and "not in sys.modules" in ast.unparse(node):
+        if looks_up and isinstance(node, ast.FunctionDef) and "not in sys.modules" in ast.unparse(node):
             skipped |= {id(below) for below in ast.walk(node)}
         if id(node) in skipped:
             continue
@@ -433,7 +434,7 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 LINES = {
     "d9d-dist": 8850,
-    "d9d-loop": 39653,
+    "d9d-loop": 39638,
     "d9d-metrics": 3936,
     "d9d-modules": 9450,
     "d9d-moe": 3194,

@@ -86,8 +86,6 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], more: Any 
 
 
 @pytest.mark.sample(
-    "one-qwen2_5_vl",
-    "one-gemma3",
     "one-idefics3",
     "one-llava_onevision",
     "fsdp-qwen2_5_vl",
