@@ -84,7 +84,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     """Create a folder of tests with the root's conftest.py."""
     folder = Path(__file__).resolve().parent
     pytester.makeconftest((folder.parent / "conftest.py").read_text(encoding="utf-8"))
-    for name in ("forked_workers.py", "collected_tests.py"):
+    for name in ("forked_workers.py", "collected_tests.py", "quick_jobs.py"):
         (pytester.path / name).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
     pytester.makepyfile(SUITE)
     return pytester
