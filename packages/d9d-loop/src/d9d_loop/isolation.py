@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from d9d_dist import stream_key
 from d9d_dist.values import seeds
 
 
@@ -45,7 +44,7 @@ def isolated_random(*parts: str | int, device: bool = False) -> Generator[None]:
 
 def seed_generators(*parts: str | int, device: bool = False) -> None:
     """Seed the generators as `isolated_random` does, without restoring their states."""
-    seeds.seed_generators(stream_key(*parts), device=device)
+    seeds.seed_generators(seeds.stream_key(*parts), device=device)
 
 
 @contextmanager

@@ -30,8 +30,7 @@ def read_job(
     if world_size is not None:
         config.split_over(world_size)
     if not reads_data:
-        no_data = {"dataset": Component(use="builtins:list"), "evaluation_dataset": None}
-        config = config.model_copy(update=no_data)
+        config = config.model_copy(update={"dataset": Component(use="builtins:list"), "evaluation_dataset": None})
     look_beside_preset(words)
     from d9d_loop.preset_job import preset_trainer  # noqa: PLC0415 - imports torch
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import UserError
+from d9d_dist import Launch, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
@@ -514,7 +514,9 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path, higher: bool, capsys: pyt
     assert {info.step: info.metric for info in kept} == {step: values[step] for step in (9, best)}
     _assert_exported(tmp_path / "run", weights[best])
     capsys.readouterr()
-    assert _same(tmp_path, checkpoint).export(tmp_path / "last", step=9).export_dir == tmp_path / "last/export"
+    again = _same(tmp_path, checkpoint)
+    assert again.export(tmp_path / "last", step=9).export_dir == tmp_path / "last/export"
+    again.plan_for(Launch(device="cpu")).first_batch()  # the export has not replaced its data
     assert "batch.global_size was" not in capsys.readouterr().out  # an export has no batches
     _assert_exported(tmp_path / "last", weights[9])
     with pytest.raises(

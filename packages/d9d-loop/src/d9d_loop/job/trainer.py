@@ -169,9 +169,9 @@ class Trainer:
         find_checkpoint(self._config)  # raises an error for a checkpoint of another run, which `adopt` would not
         size = read_launch().world_size
         no_data = DatasetProvider([None] * size, evaluation=[None])
-        self._plan = partial(self._plan, data=no_data, lr_schedule=lambda _step: 1.0)
         return self._run(
             partial(export_step, step=step, folder=Path(folder)),
+            partial(self._plan, data=no_data, lr_schedule=lambda _step: 1.0),
             batch=BatchConfig(global_size=size, microbatch_size=1),
             run=self._config.run.model_copy(update={"adopt": True}),
             steps=sys.maxsize,
@@ -201,16 +201,18 @@ class Trainer:
         from d9d_loop.job.checkpoint_import import import_checkpoint  # noqa: PLC0415 - imports FSDP and DTensor
 
         run = partial(import_checkpoint, path=Path(path), step=step, optimizer=optimizer)
-        return self._run(run, average=None)  # an average starts at the imported weights
+        return self._run(run, self._plan, average=None)  # an average starts at the imported weights
 
-    def _run(self, action: Callable[["Job"], TrainResult], **changes: Any) -> TrainResult:
-        """Build the job, sharded over all ranks, and run `action` instead of the training. Collective."""
+    def _run(
+        self, action: Callable[["Job"], TrainResult], plan: Callable[[TrainerConfig], "JobPlan"], **changes: Any
+    ) -> TrainResult:
+        """Build the job of `plan`, sharded over all ranks, and run `action` instead of the training. Collective."""
         from d9d_loop.job.training import train  # noqa: PLC0415 - imports FSDP and DTensor
 
         changes |= {"mesh": MeshConfig(data_parallel_shard=-1), "rehearsal": False}
         stamps = self._config.logging.stamps
         with stamped_output(read_launch().rank, enabled=stamps), explained("the job cannot be built"):
-            return train(self._plan(self._config.model_copy(update=changes)), self.events, action)
+            return train(plan(self._config.model_copy(update=changes)), self.events, action)
 
 
 def _check_types(config: object, task: object) -> None:
