@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from d9d_loop import InferencePresetConfig, StepDone, preset_inference, read_con
 from d9d_loop.__main__ import main
 from d9d_loop.config.preset import PresetConfig, look_beside_preset
 from d9d_loop.preset_job import preset_trainer
+from d9d_loop.result import export_adapters
 
 _PROJECT = """
 import sys
@@ -92,6 +94,17 @@ def test_a_preset_file_starts_a_job_without_a_script(
     with pytest.raises(SystemExit, match=r"^2$"):
         main()
     assert "got the hardware 'h1000'; expected one of" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_preset_is_exported_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    values = read_config_file(_write(tmp_path, "preset_of_an_export"))
+    preset_trainer(validate_config(PresetConfig, {**values, "optimizer": {"learning_rate": 0.1}})).train()
+    module = import_module("preset_of_an_export")
+    monkeypatch.setattr(module, "samples", lambda size, width: pytest.fail("the data are read"))
+    export_adapters.main(["runs/run", "--step", "2"])
+    assert (tmp_path / "runs" / "run" / "step-2" / "export" / "model.safetensors").is_file()
 
 
 def test_presets_are_validated_like_other_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
