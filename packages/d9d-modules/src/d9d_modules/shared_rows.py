@@ -30,7 +30,7 @@ class SharesRows(Protocol):
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """Ranks with other rows that run as many forward passes, because they share parameters; None for none."""
+        """Group of the ranks with other rows, which run equally many forward passes, as parameters are shared; or None."""
         ...
 
     @property

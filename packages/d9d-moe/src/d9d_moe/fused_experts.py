@@ -62,7 +62,7 @@ class DispatchedForward:
         return outputs_TD
 
     def _part(self, x: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that the tensor-parallel ranks have; they are padded with zeros."""
+        """Return this rank's share of the rows, which all tensor-parallel ranks have, padded with zeros."""
         num_ranks = self._tensor.size()
         if num_ranks == 1:
             return x

@@ -1,4 +1,4 @@
-"""Optimizer of a training: how it is built, and whether it can continue from the state of another class."""
+"""Build of a job's optimizer, and check that it can continue from the state of another class."""
 
 import inspect
 from collections import OrderedDict, defaultdict

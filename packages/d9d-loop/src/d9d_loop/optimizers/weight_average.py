@@ -18,7 +18,7 @@ from d9d_loop.optimizers.schedule_free import ScheduleFreeAdamW
 class WeightAverage:
     """Exponential moving average of a model's trainable parameters, in at least float32, sharded as they are.
 
-    It is `Averaging`. Buffers and frozen parameters have no average. No method has collectives.
+    Implements `Averaging`. Buffers and frozen parameters have no average. No method has collectives.
 
     Args:
         model: This rank's part of the model, with its initial weights.
