@@ -30,7 +30,7 @@ class SharesRows(Protocol):
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """Group of the ranks with other rows, which run equally many forward passes, as parameters are shared; or None."""
+        """Group of ranks with other rows, which run equally many forward passes to share parameters; None for none."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Build of a job's optimizer, and check that it can continue from the state of another class."""
+"""Build of a job's optimizer, and check that it can use the state of another class."""
 
 import inspect
 from collections import OrderedDict, defaultdict
