@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Self, final
+from typing import NamedTuple, Self, final
 
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
@@ -211,35 +211,59 @@ def nearest_layouts(
         space: Space of the job.
         scale: Ratios of the exact memory of `space.base` to the closed form.
     """
-    by_changes: dict[int, list[PlanLayout]] = {}
-    for each in legal_layouts(shape, hardware, space):
-        by_changes.setdefault(num_changes(space.base, each), []).append(each)
+    by_changes: dict[int, list[tuple[PlanLayout, _Choice]]] = {}
+    for each in _legal_degrees(shape, hardware, space):
+        changes = num_changes(space.base, each)
+        for choice in _choices(each):
+            by_changes.setdefault(changes + choice.num_changes(space.base), []).append((each, choice))
     by_changes.pop(0, None)
     evaluate = Evaluation(shape, hardware, space.schedule)
-    for _, layouts in sorted(by_changes.items()):
+    for _, choices in sorted(by_changes.items()):
+        layouts = [choice.apply(each) for each, choice in choices]
         memories = ((each, scale.apply(worst_memory(shape, with_logits(each, scale.logit_tokens)))) for each in layouts)
         fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
         yield from sorted(fitting, key=lambda each: each.seconds)
 
 
-_SETTINGS = (
-    "tp",
-    "pp",
-    "cp",
-    "dp",
-    "replicas",
-    "ep",
-    "microbatch_size",
-    "stages_per_rank",
-    "offload",
-    "reduces_each_microbatch",
-)
+_DEGREES = ("tp", "pp", "cp", "dp", "replicas", "ep", "microbatch_size", "stages_per_rank")
 
 
 def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
     """Return the number of settings of a job that differ between two layouts."""
-    recompute = (layout.recompute, layout.recompute_every) != (other.recompute, other.recompute_every)
-    return recompute + sum(getattr(layout, name) != getattr(other, name) for name in _SETTINGS)
+    return _Choice.of(other).num_changes(layout) + sum(
+        getattr(layout, name) != getattr(other, name) for name in _DEGREES
+    )
+
+
+@final
+class _Choice(NamedTuple):
+    """Settings that every layout of the same degrees can have."""
+
+    recompute: tuple[Recompute, int]
+    reduces_each_microbatch: bool
+    offload: bool
+
+    @classmethod
+    def of(cls, layout: PlanLayout) -> Self:
+        return cls((layout.recompute, layout.recompute_every), layout.reduces_each_microbatch, layout.offload)
+
+    def num_changes(self, layout: PlanLayout) -> int:
+        return sum(mine != other for mine, other in zip(self, _Choice.of(layout), strict=True))
+
+    def apply(self, layout: PlanLayout) -> PlanLayout:
+        kind, every = self.recompute
+        return replace(
+            layout,
+            recompute=kind,
+            recompute_every=every,
+            offload=self.offload,
+            reduces_each_microbatch=self.reduces_each_microbatch,
+        )
+
+
+def _choices(layout: PlanLayout) -> list[_Choice]:
+    reduces = (False, True) if layout.num_microbatches > 1 and layout.pp == 1 else (False,)
+    return [_Choice(*each) for each in product(RECOMPUTE, reduces, (False, True))]
 
 
 @final
@@ -298,6 +322,13 @@ def legal_layouts(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -
 
     The ranks of each replica shard the same state as in `space.base`: by default, all of it.
     """
+    for each in _legal_degrees(shape, hardware, space):
+        for choice in _choices(each):
+            yield choice.apply(each)
+
+
+def _legal_degrees(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -> Iterator[PlanLayout]:
+    """Yield one layout of all that differ only in a `_Choice`."""
     world_size, global_size = space.world_size, space.global_size
     degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
     tensor = [
@@ -320,26 +351,20 @@ def legal_layouts(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -
                 continue
             m = global_size // dp // size
             for v in _stage_counts(shape, space.schedule, pp, m):
-                reduces = (False, True) if m > 1 and pp == 1 else (False,)
-                for (recompute, every), reduce, offload in product(RECOMPUTE, reduces, (False, True)):
-                    yield replace(
-                        space.base,
-                        tp=tp,
-                        cp=cp,
-                        pp=pp,
-                        dp=dp,
-                        ep=ep,
-                        stages_per_rank=v,
-                        sharding=sharding,
-                        shard_ranks=shard_ranks,
-                        microbatch_size=size,
-                        num_microbatches=m,
-                        length=space.length,
-                        recompute=recompute,
-                        recompute_every=every,
-                        offload=offload,
-                        reduces_each_microbatch=reduce,
-                    )
+                yield replace(
+                    space.base,
+                    tp=tp,
+                    cp=cp,
+                    pp=pp,
+                    dp=dp,
+                    ep=ep,
+                    stages_per_rank=v,
+                    sharding=sharding,
+                    shard_ranks=shard_ranks,
+                    microbatch_size=size,
+                    num_microbatches=m,
+                    length=space.length,
+                )
 
 
 def _sharding(base: PlanLayout, dp: int, cp: int, replicas: int) -> tuple[Sharding, int | None]:
