@@ -13,6 +13,7 @@ pairs, every other one in reverse order. Reported are the seconds, and the media
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -50,7 +51,13 @@ def make_folder(folder: Path, *, samples: int, size: int, images: bool) -> None:
         "pad_token_id": 1,
     }
     transformers.set_seed(0)
-    pairs = [{"prompt": one[: len(one) // 3], "completion": one[len(one) // 3 :]} for one in texts]
+    # An answer begins with a letter: this tokenizer would join other characters with the end of the generation prompt.
+    cuts = [(text, re.search(r"[a-z]", text[len(text) // 3 :])) for text in texts]
+    pairs = [
+        {"prompt": text[: len(text) // 3 + cut.start()], "completion": text[len(text) // 3 + cut.start() :]}
+        for text, cut in cuts
+        if cut is not None
+    ]
     chosen = [pairs[index % len(pairs)] for index in range(samples)]
     if images:
         _save_vision_model(folder, tokenizer, sizes)
