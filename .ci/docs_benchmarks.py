@@ -22,8 +22,9 @@ Most of these records were made on a machine that other work kept busy: read the
 TARGETS = """
 ## Targets
 
-A target is a ratio to a peer in the same run; less is faster. A row that does not meet its target says what bounds it.
-The figures are those of the last record below; numbers in the last column are measured in the same run.
+A target is a ratio of times to a peer in the same run, unless the row says otherwise. A row that does not meet its
+target says what bounds it. The figures are those of the last record below; numbers in the last column are measured in
+the same run.
 
 | What | Target | Reached | |
 | --- | --- | --- | --- |
@@ -50,12 +51,13 @@ def targets(rows: list[dict[str, Any]], records: dict[str, list[dict[str, Any]]]
         bound = row.get("bound", "")
         for name in re.findall(r"\{(.+?)\}", bound):
             bound = bound.replace(f"{{{name}}}", f"{figures[name]:,.4g}")
-        if reached > row["target"] and not bound:
+        is_reached = reached >= row["target"] if row.get("at_least") else reached <= row["target"]
+        if not is_reached and not bound:
             raise ValueError(
-                f"got {reached} for {row['what']!r}, above its target, without a bound; say what bounds it."
+                f"got {reached} for {row['what']!r}, which misses its target, without a bound; say what bounds it."
             )
-        text = "reached" if reached <= row["target"] else bound
-        lines.append(f"| {row['what']} | {row['target']:g} | {reached:.3g} | {text} |")
+        sign = "at least " if row.get("at_least") else ""
+        lines.append(f"| {row['what']} | {sign}{row['target']:g} | {reached:.3g} | {'reached' if is_reached else bound} |")
     return lines
 
 

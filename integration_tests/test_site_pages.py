@@ -41,6 +41,7 @@ def test_a_target_that_is_not_reached_says_what_bounds_it() -> None:
         "| x | 1 | 1.2 | a copy takes 0.5 s |",
         "| x | 1.3 | 1.2 | reached |",
     ]
+    assert targets([{**row, "at_least": True}], records) == ["| x | at least 1 | 1.2 | reached |"]
     with pytest.raises(ValueError, match="without a bound"):
         targets([{**row, "bound": ""}], records)
 
