@@ -57,7 +57,9 @@ def targets(rows: list[dict[str, Any]], records: dict[str, list[dict[str, Any]]]
                 f"got {reached} for {row['what']!r}, which misses its target, without a bound; say what bounds it."
             )
         sign = "at least " if row.get("at_least") else ""
-        lines.append(f"| {row['what']} | {sign}{row['target']:g} | {reached:.3g} | {'reached' if is_reached else bound} |")
+        lines.append(
+            f"| {row['what']} | {sign}{row['target']:g} | {reached:.3g} | {'reached' if is_reached else bound} |"
+        )
     return lines
 
 

@@ -43,14 +43,12 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bo
     text, is_value = _encode(value)
     num_ranks = 1 if alone or not dist.is_initialized() else dist.get_world_size(group)
     is_alone = num_ranks == 1 or dist.get_backend(group) == "fake"  # simulated ranks would have this rank's value
-    if is_alone and is_value:
-        return [json.loads(text) if text else None] * num_ranks
-    received = [(text, is_value)] * num_ranks if is_alone else _gather_texts(text, is_value, group)
+    received = [(text, is_value)] if is_alone else _gather_texts(text, is_value, group)
     problems = {rank: text.decode() for rank, (text, is_value) in enumerate(received) if not is_value}
     if problems:
         _raise_together(UserError(_describe_problems(problems, len(received))), group, num_ranks=len(received))
     known = {text: json.loads(text) if text else None for text in {text for text, _ in received}}
-    return [known[text] for text, _ in received]
+    return [known[text] for text, _ in received] * (num_ranks if is_alone else 1)
 
 
 def agree(

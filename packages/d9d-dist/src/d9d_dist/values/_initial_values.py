@@ -34,8 +34,7 @@ def agree_on_values(module: nn.Module, mesh: DeviceMesh, parameters: Collection[
     found = {name: f"{tuple(each.shape)} {total}" for (name, each), total in zip(valued.items(), totals, strict=True)}
     names: list[str] = []
     for axis in range(mesh.ndim):  # a later axis passes on what an earlier one has found, so that all ranks raise
-        # Equal values are one object, and there may be 100,000 ranks.
-        received = {id(each): each for each in gather_json([names, found], mesh.get_group(axis))}.values()
+        received = {id(each): each for each in gather_json([names, found], mesh.get_group(axis))}.values()  # each once
         every = dict.fromkeys(name for _, values in received for name in values)
         differing = [name for name in every if len({values.get(name) for _, values in received}) > 1]
         names = list(dict.fromkeys([*differing, *(name for each, _ in received for name in each)]))

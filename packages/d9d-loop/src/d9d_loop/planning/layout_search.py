@@ -1,9 +1,9 @@
 """Search for the layouts of a decoder on a cluster: legal degrees, microbatches, recomputation and offload, ranked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple, Self, final
+from typing import Any, Self, final
 
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
@@ -211,15 +211,15 @@ def nearest_layouts(
         space: Space of the job.
         scale: Ratios of the exact memory of `space.base` to the closed form.
     """
-    by_changes: dict[int, list[tuple[PlanLayout, _Choice]]] = {}
+    by_changes: dict[int, list[tuple[PlanLayout, dict[str, Any]]]] = {}
     for each in _legal_degrees(shape, hardware, space):
         changes = num_changes(space.base, each)
         for choice in _choices(each):
-            by_changes.setdefault(changes + choice.num_changes(space.base), []).append((each, choice))
+            by_changes.setdefault(changes + _num_changes(space.base, choice), []).append((each, choice))
     by_changes.pop(0, None)
     evaluate = Evaluation(shape, hardware, space.schedule)
     for _, choices in sorted(by_changes.items()):
-        layouts = [choice.apply(each) for each, choice in choices]
+        layouts = [replace(each, **choice) for each, choice in choices]
         memories = ((each, scale.apply(worst_memory(shape, with_logits(each, scale.logit_tokens)))) for each in layouts)
         fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
         yield from sorted(fitting, key=lambda each: each.seconds)
@@ -230,40 +230,21 @@ _DEGREES = ("tp", "pp", "cp", "dp", "replicas", "ep", "microbatch_size", "stages
 
 def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
     """Return the number of settings of a job that differ between two layouts."""
-    return _Choice.of(other).num_changes(layout) + sum(
-        getattr(layout, name) != getattr(other, name) for name in _DEGREES
-    )
+    return _num_changes(layout, {name: getattr(other, name) for name in (*_DEGREES, *_choices(other)[0])})
 
 
-@final
-class _Choice(NamedTuple):
-    """Settings that every layout of the same degrees can have."""
-
-    recompute: tuple[Recompute, int]
-    reduces_each_microbatch: bool
-    offload: bool
-
-    @classmethod
-    def of(cls, layout: PlanLayout) -> Self:
-        return cls((layout.recompute, layout.recompute_every), layout.reduces_each_microbatch, layout.offload)
-
-    def num_changes(self, layout: PlanLayout) -> int:
-        return sum(mine != other for mine, other in zip(self, _Choice.of(layout), strict=True))
-
-    def apply(self, layout: PlanLayout) -> PlanLayout:
-        kind, every = self.recompute
-        return replace(
-            layout,
-            recompute=kind,
-            recompute_every=every,
-            offload=self.offload,
-            reduces_each_microbatch=self.reduces_each_microbatch,
-        )
+def _num_changes(layout: PlanLayout, settings: Mapping[str, Any]) -> int:
+    different = {name for name, value in settings.items() if getattr(layout, name) != value}
+    return len(different) - (different >= {"recompute", "recompute_every"})  # one setting
 
 
-def _choices(layout: PlanLayout) -> list[_Choice]:
+def _choices(layout: PlanLayout) -> list[dict[str, Any]]:
+    """Return the settings that a layout of the same degrees can have."""
     reduces = (False, True) if layout.num_microbatches > 1 and layout.pp == 1 else (False,)
-    return [_Choice(*each) for each in product(RECOMPUTE, reduces, (False, True))]
+    return [
+        {"recompute": kind, "recompute_every": every, "reduces_each_microbatch": each, "offload": offload}
+        for (kind, every), each, offload in product(RECOMPUTE, reduces, (False, True))
+    ]
 
 
 @final
@@ -324,11 +305,11 @@ def legal_layouts(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -
     """
     for each in _legal_degrees(shape, hardware, space):
         for choice in _choices(each):
-            yield choice.apply(each)
+            yield replace(each, **choice)
 
 
 def _legal_degrees(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -> Iterator[PlanLayout]:
-    """Yield one layout of all that differ only in a `_Choice`."""
+    """Yield one of the layouts that differ only in a choice of `_choices`."""
     world_size, global_size = space.world_size, space.global_size
     degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
     tensor = [
