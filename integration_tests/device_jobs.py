@@ -18,7 +18,6 @@ import own_decoder
 import torch
 from fake_accelerator import DeviceLog, FakeAccelerator
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -31,6 +30,7 @@ from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.start import Training
 from d9d_loop.job.job import _build_loader, build_engine
+from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.dry_runs import stage_messages
 from d9d_loop.resilience import StepGuard
 from d9d_modules import parallelize_decoder
@@ -208,7 +208,7 @@ def stepped(case: Case) -> DeviceLog:
         if case.attention is not None:
             stack.enter_context(mock.patch.dict(os.environ, {ATTENTION_VARIABLE: case.attention}))
         trainer = _trainer(case, folder)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = DryRunMode()
         messages = stage_messages(trainer.plan_for, case.world_size, fake, "bfloat16")
         stack.enter_context(device.ranks(rank=case.rank, world_size=case.world_size))
         plan = trainer.plan_for(Launch(rank=case.rank, world_size=case.world_size))

@@ -3,8 +3,8 @@
     python packages/d9d-loop/benchmarks/image_memory.py
 
 Prints JSON, in MiB: the peak of the private memory of two workers above that with one small batch each; the decoded
-images (3 bytes a pixel) of the batches that they read at that time; and these images with their pixels as float32,
-which the processor computes and the model receives.
+images (3 bytes a pixel) of the batches that they read at that time; and the pixels of these images, which the processor
+computes and which wait for the model: 24 bytes a pixel, as float32 and for two frames.
 """
 
 import argparse
@@ -45,11 +45,11 @@ class _Samples:
 
 
 def _private_bytes() -> int:
-    """Return the memory that only the workers have, and their part of shared memory."""
+    """Return the memory of the workers without files, and without the parts of what other processes also have."""
     total = 0
     for worker in multiprocessing.active_children():
         lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
-        total += sum(1024 * int(each.split()[1]) for each in lines if each.startswith(("Private", "Pss_Shmem")))
+        total += sum(1024 * int(each.split()[1]) for each in lines if each.startswith(("Pss_Anon", "Pss_Shmem")))
     return total
 
 
@@ -76,7 +76,7 @@ def measure(batch_size: int, side: int) -> dict[str, float]:
         stream: Any = _Samples(data.samples)
         pool = WorkerPool(SampleReader(stream, data.collate), num_workers=NUM_WORKERS, seed=0)
         small, large = [0], list(range(1, batch_size + 1))
-        jobs = (ReadJob(0, each) for each in chain([small] * NUM_WORKERS, [large] * NUM_BATCHES))
+        jobs = (ReadJob(0, each) for each in chain([small] * 2 * NUM_WORKERS, [large] * NUM_BATCHES))
         batches = pool.batches(jobs)
         peak, done = 0, threading.Event()
 
@@ -85,7 +85,8 @@ def measure(batch_size: int, side: int) -> dict[str, float]:
             while not done.wait(0.002):
                 peak = max(peak, _private_bytes())
 
-        next(batches)
+        for _ in range(NUM_WORKERS):
+            next(batches)
         before = _private_bytes()
         thread = threading.Thread(target=watch)
         thread.start()
@@ -96,8 +97,8 @@ def measure(batch_size: int, side: int) -> dict[str, float]:
         thread.join()
         pool.close()
     images = NUM_WORKERS * batch_size * side * side * 3
-    found = {"peak": peak - before, "images": images, "images_and_pixels": images + NUM_WORKERS * pixel_bytes}
-    ratios = {"ratio_to_images": found["peak"] / images, "ratio_to_both": found["peak"] / found["images_and_pixels"]}
+    found = {"peak": peak - before, "images": images, "pixels": NUM_WORKERS * pixel_bytes}
+    ratios = {f"ratio_to_{name}": found["peak"] / found[name] for name in ("images", "pixels")}
     return {key: round(each / 2**20, 1) for key, each in found.items()} | {k: round(v, 2) for k, v in ratios.items()}
 
 

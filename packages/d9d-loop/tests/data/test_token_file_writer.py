@@ -1,7 +1,8 @@
 import os
 import signal
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from d9d_dist import UserError
+from d9d_dist.host_lock import host_lock
 from d9d_loop.data import TokenFile, cached_token_file
-from d9d_loop.data.token_file_writer import PartialFolder
+from d9d_loop.data.token_file_writer import PartialFolder, write_once
 
 
 def _write_until_killed(target: Path, connection: Connection) -> None:
@@ -135,6 +137,34 @@ def test_one_of_several_concurrent_ranks_tokenizes(tmp_path: Path) -> None:
     assert [bytes(file[1]["tokens"].tolist()) for file in files] == [b"another"] * 3
     assert tokenized == TEXTS
     assert [path.name.startswith("bytes-") for path in tmp_path.iterdir()] == [True]
+
+
+def test_ranks_that_wait_for_a_writer_that_fails_raise_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not measure a folder of images again, up to the broken one. A later job does."""
+    all_ask, calls = Barrier(3, timeout=30), list[int]()
+
+    @contextmanager
+    def lock(kind: str, key: str) -> Generator[None]:
+        all_ask.wait()
+        with host_lock(kind, key):
+            yield
+
+    def write() -> None:
+        calls.append(1)
+        raise UserError(f"image {len(calls)} is broken")
+
+    def ask() -> str:
+        with pytest.raises(UserError) as raised:
+            write_once(tmp_path / "lengths", write)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(3) as pool, monkeypatch.context() as patch:
+        patch.setattr("d9d_loop.data.token_file_writer.host_lock", lock)
+        messages = [each.result() for each in [pool.submit(ask) for _ in range(3)]]
+    assert messages == ["image 1 is broken"] * 3
+    assert ask() == "image 2 is broken"
 
 
 def test_the_first_of_several_machines_gives_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

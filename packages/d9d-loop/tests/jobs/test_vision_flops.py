@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from vision_cases import CHATS, EAGER, FAMILIES, save_chats, save_model, vision_config
 
-from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.flop_measurement import measure_flops
@@ -22,7 +21,6 @@ from d9d_loop.jobs import text_trainer
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.model.built_model import meta_copy
-from d9d_loop.planning import plan_cluster
 from d9d_loop.task import to_inputs
 from d9d_metrics import read_metrics
 
@@ -179,11 +177,3 @@ def test_a_job_reports_the_flops_of_its_images(mesh: dict[str, int], released: P
             meter.add(to_inputs(TASK.inputs(batch)), batch)
         expected.append(float(meter.take()) / 2)
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_plan_of_a_job_with_images_is_an_error(released: Path, tmp_path: Path) -> None:
-    if not (released / "gemma3").is_dir():
-        save_model("gemma3", released / "gemma3")
-    trainer = text_trainer(vision_config(released / "gemma3", released / "chats.jsonl", tmp_path))
-    with pytest.raises(UserError, match="a job with images; expected texts"):
-        plan_cluster(trainer, world_size=1, hardware="h100-dgx")

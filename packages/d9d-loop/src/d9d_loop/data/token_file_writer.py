@@ -7,6 +7,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -196,17 +197,34 @@ def write_once(folder: Path, write: Callable[[], object]) -> None:
     """Call `write`, which writes a folder, if there is no such folder. All ranks of a job may call this at once.
 
     One rank of each machine writes, and the others wait for it. Each writes a temporary folder, and the first one to
-    finish renames its folder into place.
+    finish renames its folder into place. If `write` raises `UserError`, the ranks of its
+    machine that wait raise it too.
     """
+    key = str(folder.resolve())
+    failure = Path(tempfile.gettempdir()) / f"d9d-failed-{os.getuid()}-{zlib.crc32(key.encode()):08x}"
+    before = _failed_at(failure)
     if folder.exists():
         return
-    with host_lock("tokens", str(folder.resolve())):
-        if not folder.exists():
-            try:
-                write()
-            except (OSError, ValueError):  # if the folder exists now, another machine has written it
-                if not folder.exists():
-                    raise
+    with host_lock("tokens", key):
+        if folder.exists():
+            return
+        if _failed_at(failure) != before:
+            raise UserError(failure.read_text(encoding="utf-8"))
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            if folder.exists():  # another machine has written it
+                return
+            if isinstance(error, UserError):
+                descriptor = os.open(failure, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(str(error))
+            raise
+
+
+def _failed_at(failure: Path) -> int | None:
+    """Return the time of the last failure of a writer in ns, only to compare it."""
+    return failure.stat().st_mtime_ns if failure.exists() else None
 
 
 _SUFFIX = ".d9d-partial"

@@ -5,6 +5,7 @@ position. They do not depend on the number of workers, nor on where a job resume
 sample at which a worker died.
 """
 
+import ctypes
 import gc
 import pickle  # noqa: TID251 - its errors; a rank sends the reader to its own workers
 import signal
@@ -30,6 +31,9 @@ _PATIENCE = 5.0
 
 _LEAVE_SECONDS = 1.0
 """Time for the workers to end by themselves: a killed worker may leave a tensor in shared memory."""
+
+_M_MMAP_THRESHOLD = -3
+"""Parameter of `mallopt` in glibc's malloc.h."""
 
 
 @final
@@ -158,6 +162,7 @@ def _work(connection: Connection, stopped: Connection, sample: Any, reader: Samp
     gc.freeze()
     gc.enable()
     torch.set_num_threads(1)
+    _return_freed_memory()
     parent = parent_process()
     assert parent is not None
     while wait([connection, stopped, parent.sentinel]) == [connection]:
@@ -176,6 +181,16 @@ def _work(connection: Connection, stopped: Connection, sample: Any, reader: Samp
             connection.send(_failure(message))
         except BrokenPipeError:
             return
+        del result  # before the next batch is read
+
+
+def _return_freed_memory() -> None:
+    """Let glibc return large blocks when they are freed, always from the size with which it starts.
+
+    By default, this size grows to that of the largest freed block, so pixels of images stay in the memory of a worker.
+    """
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
 
 
 def _failure(message: str) -> DataError:

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, DeclaresWindow
 from d9d_loop.job.backward_walk import walk_backward
 from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches, sizes_in_patches
-from d9d_loop.job.known_values import known_values
+from d9d_loop.model.known_values import known_values
 from d9d_loop.task import Task, to_inputs, with_reference
 from d9d_pipeline import Inputs
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, assert_never, final
@@ -18,6 +18,7 @@ from d9d_loop.jobs.job_config import ALL_LINEAR, AdapterConfig
 from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.export_notes import print_export_notes
 from d9d_loop.model.model_provider import ModelProvider
+from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper, save_model_state, sequential
 from d9d_state.model_save import check_export
 
@@ -56,6 +57,7 @@ class AdaptedModel(ModelProvider):
         quantized while they are loaded.
         """
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
+        self.virtual_layers = self._base.virtual_layers
         base_mapper = self._base.state_mapper(model)  # before the injection, which changes names
         if not is_part:  # the whole model is built first
             self._choose(model)
@@ -77,6 +79,10 @@ class AdaptedModel(ModelProvider):
             if chosen.base == "dense" and not self._tied:  # those that `export` merges
                 self._export_mapper = export_mapper(self, model, base_only=True)
         return model
+
+    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:
+        """Balance the stages of the base model."""
+        self._base.balance(model, inputs, num_parts=num_parts)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize the base model with its adapters. Print once what is trained."""

@@ -35,6 +35,7 @@ from d9d_loop.data.image_chat import (
 )
 from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.padding import join_batches
 from d9d_loop.data.sample_files import DataFiles, open_samples
 from d9d_loop.data.samples import Samples
 from d9d_loop.jobs.job_config import OnBroken, TextDataConfig, TextJobConfig
@@ -48,6 +49,8 @@ _logger = logging.getLogger(__name__)
 _NUM_CHECKED, _BYTES_CHECKED = 50_000, 1 << 28
 """Largest number of samples whose files are looked up before training, and of bytes of images that are read for it."""
 _NUM_TRIED = 64
+_BYTES_AT_ONCE = 1 << 20
+"""Bytes of decoded images that the processor converts at once: it needs many times as much meanwhile."""
 _STAND_IN = Conversation(
     [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "."}]}], first_trained=1
 )
@@ -257,7 +260,7 @@ class ImageChats:
 
 @final
 class ImageCollator:
-    """Collator of samples of `num_each` rows: one call of the processor for the texts and images of a batch.
+    """Collator of samples of `num_each` rows, which calls the processor for as many rows as have small images.
 
     A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a sample with
     a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples: one a row.
@@ -281,34 +284,25 @@ class ImageCollator:
         self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return the batch of samples."""
+        """Return the batch of samples. Their images are freed as soon as they are pixels."""
         groups = [[each] for each in samples] if self._packer is None else samples
         group_of = [number for number, group in enumerate(groups) for _ in group]
-        kept = {index: rows for index, rows in enumerate(chain.from_iterable(groups)) if rows is not None}
-        while True:
-            num_own, rows = len(kept), [row for of_sample in kept.values() for row in of_sample]
-            stand_ins = [] if any(row.images for row in rows) else [self._stand_in] * self._num_each
-            try:
-                batch, ends = self._process([*rows, *stand_ins])
-            except Exception:  # a processor does not say which image it cannot convert
-                kept = {index: rows for index, rows in kept.items() if all(map(self._is_accepted, rows))}
-                if len(kept) == num_own:
-                    raise
-                continue
-            lengths = batch["attention_mask"].sum(1).tolist()
-            fits = [
-                self._fits(row, labels[:length], end)
-                for row, labels, length, end in zip(rows, batch["labels"], lengths, ends, strict=False)
-            ]
-            starts = range(0, len(rows), self._num_each)
-            kept = {
-                index: of_sample
-                for start, (index, of_sample) in zip(starts, kept.items(), strict=True)
-                if all(fits[start : start + self._num_each])
-            }
-            if len(kept) == num_own:
-                break
-        width = max(self._length, *ends[len(rows) :], 0)
+        given = {index: rows for index, rows in enumerate(chain.from_iterable(groups)) if rows is not None}
+        kept, parts, ends = list[int](), list[dict[str, Tensor]](), list[int]()
+        for part in _portions(given):
+            if (found := self._process_kept(part)) is not None:
+                kept += part
+                parts.append(found[0])
+                ends += found[1]
+        num_rows, num_own = len(ends), len(kept)
+        if not any("pixel_values" in part for part in parts):
+            stand_ins, more = self._process([self._stand_in] * self._num_each)
+            parts.append(stand_ins)
+            ends += more
+        values = {"input_ids": self._processor.tokenizer.pad_token_id, "labels": IGNORED_LABEL}
+        batch = join_batches(parts, {name: values.get(name, 0) for name in PER_TOKEN})
+        lengths = batch["attention_mask"].sum(1).tolist()
+        width = max(self._length, *ends[num_rows:], 0)
         batch = {name: each[:, :width] if name in PER_TOKEN else each for name, each in batch.items()}
         labels = batch["labels"].clone()
         labels[:, self._length :] = IGNORED_LABEL
@@ -318,7 +312,7 @@ class ImageCollator:
             batch = {name: each.unflatten(0, split) if name in PER_TOKEN else each for name, each in batch.items()}
         batch["num_skipped"] = torch.tensor(len(group_of) - num_own)
         if self._packer is None:
-            batch["kept"] = torch.tensor(list(kept), dtype=torch.int64)
+            batch["kept"] = torch.tensor(kept, dtype=torch.int64)
             return batch
         cut = [min(each, self._length) for each in lengths[:num_own]] + lengths[num_own:]
         packed = [[s for s, index in enumerate(kept) if group_of[index] == group] for group in range(len(groups))]
@@ -353,12 +347,43 @@ class ImageCollator:
         labels, end = _labels(row, ids, found["offset_mapping"], replaced)
         return min(len(ids), self._length) if self._fits(row, labels, end) else 0
 
+    def _process_kept(self, samples: dict[int, Sequence[ImageRow]]) -> tuple[dict[str, Tensor], list[int]] | None:
+        """Return what `_process` returns for samples, without those that are skipped, which are removed; or `None`.
+
+        The decoded images are freed.
+        """
+        while samples:
+            rows = [row for of_sample in samples.values() for row in of_sample]
+            try:
+                batch, ends = self._process(rows)
+            except Exception:  # a processor does not say which image it cannot convert
+                skipped = [index for index, each in samples.items() if not all(map(self._is_accepted, each))]
+                if not skipped:
+                    raise
+            else:
+                lengths = batch["attention_mask"].sum(1).tolist()
+                fits = [
+                    self._fits(row, labels[:length], end)
+                    for row, labels, length, end in zip(rows, batch["labels"], lengths, ends, strict=True)
+                ]
+                starts = range(0, len(rows), self._num_each)
+                pairs = zip(starts, samples, strict=True)
+                skipped = [index for start, index in pairs if not all(fits[start : start + self._num_each])]
+                if not skipped:
+                    for row in rows:
+                        row.images.clear()
+                    return batch, ends
+            for index in skipped:
+                del samples[index]
+        return None
+
     def _process(self, rows: Sequence[ImageRow]) -> tuple[dict[str, Tensor], list[int]]:
         """Return the inputs of the model with labels [B, L] that are not shifted, and the end of each row's images."""
+        self._processor.get_text_with_replacements.found = [[] for _ in rows]
         batch = dict(
             self._processor(
                 text=[row.text for row in rows],
-                images=[row.images for row in rows],
+                images=[row.images for row in rows] if any(row.images for row in rows) else None,
                 padding=True,
                 padding_side="right",
                 truncation=False,
@@ -379,7 +404,7 @@ class ImageCollator:
     def _is_accepted(self, row: ImageRow) -> bool:
         """Return True if the processor converts a row. Raise `UserError` if not, and such rows are errors."""
         try:
-            self._process([row if row.images else self._stand_in])
+            self._process([row])
         except Exception as error:
             self._reject(row, error)
             return False
@@ -404,6 +429,19 @@ class ImageCollator:
             )
         has_label = bool((labels[: self._length] != IGNORED_LABEL).any())
         return self._too_long == "truncate" and end <= self._length and has_label
+
+
+def _portions(samples: dict[int, Sequence[ImageRow]]) -> list[dict[int, Sequence[ImageRow]]]:
+    """Return samples in portions of about `_BYTES_AT_ONCE` of images."""
+    portions: list[dict[int, Sequence[ImageRow]]] = [{}]
+    num_bytes = 0
+    for index, rows in samples.items():
+        if num_bytes >= _BYTES_AT_ONCE:
+            portions.append({})
+            num_bytes = 0
+        portions[-1][index] = rows
+        num_bytes += sum(3 * each.width * each.height for row in rows for each in row.images)
+    return portions
 
 
 def _labels(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import UserError
+from d9d_dist import StageInfo, UserError
 from d9d_loop.model.built_model import meta_copy
 
 Path: TypeAlias = tuple[int | str, ...]
@@ -72,6 +72,14 @@ class BlockTrace:
             if each.position <= cut <= each.block:
                 groups.setdefault(each.value, []).append(each)
         return list(groups.values())
+
+    def virtual_layers(self, wanted: int, num_stages: int) -> int:
+        """Return the largest number of virtual layers, at most `wanted`, with which the first stage can end."""
+        for found in range(wanted, 0, -1):
+            cut = StageInfo(0, num_stages).layers(self.num_blocks, virtual_before=found).stop
+            if cut and not any(first <= cut < end for first, end in self.mixed):
+                return found
+        return 0
 
     def check_cut(self, cut: int) -> None:
         """Raise `UserError` if a value that cannot be sent crosses the cut before block `cut`."""

@@ -20,8 +20,8 @@ from d9d_loop.model._block_trace import BlockTrace, Hidden, Path, without_cache
 _OWN = frozenset(vars(nn.Module()))
 
 
-def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo) -> None:
-    """Turn a whole model into one stage of it, in place.
+def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo, *, virtual_layers: int = 0) -> None:
+    """Turn a whole model into one stage of it, in place; the first one has as many blocks fewer as `virtual_layers`.
 
     The stage's forward takes what the previous stage returned as its only positional argument, and returns what the
     next stage receives; the last stage returns the model's outputs.
@@ -29,7 +29,7 @@ def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo) -> None:
     Raises:
         UserError: If there are fewer blocks than stages, or what crosses a cut cannot be sent.
     """
-    flow = _Flow(trace, stage)
+    flow = _Flow(trace, stage, virtual_layers)
     names = {parameter: name for name, parameter in model.named_parameters()}
     blocks: Any = model.get_submodule(trace.blocks)
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
@@ -89,8 +89,9 @@ class _Cut(Exception):  # noqa: N818 - not an error
 class _Flow:
     """Tensors that a stage receives and sends for the current microbatch."""
 
-    def __init__(self, trace: BlockTrace, stage: StageInfo) -> None:
-        self.trace, self.stage, self.own = trace, stage, stage.layers(trace.num_blocks)
+    def __init__(self, trace: BlockTrace, stage: StageInfo, virtual_layers: int) -> None:
+        self.trace, self.stage = trace, stage
+        self.own = stage.layers(trace.num_blocks, virtual_before=virtual_layers)
         cuts = [cut for cut in (self.own.start, self.own.stop) if 0 < cut < trace.num_blocks]
         for cut in cuts:
             trace.check_cut(cut)

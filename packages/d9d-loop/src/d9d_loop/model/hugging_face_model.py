@@ -5,7 +5,7 @@ The model is built without weights; each rank then reads only the weights of its
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,9 +25,11 @@ from d9d_loop.model._hugging_face_experts import check_experts, shard_experts
 from d9d_loop.model._hugging_face_heads import Accepted
 from d9d_loop.model._hugging_face_masks import mask_packed_rows
 from d9d_loop.model._hugging_face_stage import Absent, cut_stage
+from d9d_loop.model._tower_cost import tower_cost
 from d9d_loop.model.export_notes import with_older_entries
 from d9d_loop.model.folder_dtypes import FolderDtypes
 from d9d_loop.model.model_provider import ModelProvider
+from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -140,7 +142,8 @@ class _HuggingFaceModel(ModelProvider):
         config = deepcopy(model.config)
         if stage.count > 1:
             self.trace = self.trace or trace_blocks(model)
-            cut_stage(model, self.trace, stage)
+            self.virtual_layers = self.trace.virtual_layers(self.virtual_layers, stage.count)
+            cut_stage(model, self.trace, stage, virtual_layers=self.virtual_layers)
         config.architectures = [type(model).__name__]
         dtype = model.dtype if self._folder_dtypes is None else self._folder_dtypes.main
         config.dtype = str(dtype).removeprefix("torch.")
@@ -150,6 +153,10 @@ class _HuggingFaceModel(ModelProvider):
                 module.register_forward_hook(_forget_positions, always_call=True)
         mask_packed_rows(model)
         return model.train()
+
+    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:
+        has_tower = hasattr(model, "get_image_features")
+        self.virtual_layers = tower_cost(model, inputs(), num_parts=num_parts) if has_tower else 0
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         whole_model = self.trace.model if self.trace else model

@@ -99,7 +99,8 @@ def plan_model(
             number of ranks or microbatches. Also if the stages' parameters differ from the model's, or a stage rejects
             the previous stage's output.
     """
-    cuts_sequences = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
+    num_parts = mesh.context_parallel_shard * mesh.context_parallel_replicate
+    cuts_sequences = num_parts > 1
     can_split = any("split_sequence" in vars(kind) for kind in type(task).mro() if kind is not BatchTask)
     if cuts_sequences and not can_split:
         name = type(task).__name__
@@ -122,6 +123,8 @@ def plan_model(
     options.apply(built.module)
     shared_names: Mapping[str, tuple[int, ...]] = {}
     if program.num_stages > 1:
+        if first_batch is not None:
+            provider.balance(built.module, lambda: to_inputs(task.inputs(first_batch())), num_parts=num_parts)
         try:
             stages = build_stages(provider, program.num_stages, seed=seed)
         except UserError as error:

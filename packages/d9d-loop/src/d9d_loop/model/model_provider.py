@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_pipeline import Inputs
 from d9d_state import JsonValue
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ class ModelProvider(ABC):
         is_exported_by_handler: True if a handler of `Finished` exports the model, as that of adapters, and not the job.
         has_foreign_modules: True if the modules are those of another library, by whose names `peft` loads adapters.
         new_parameters: Parameters of the last whole model that the folder of initial weights does not have.
+        virtual_layers: Cost of what the first stage computes before its layers, in layers: it gets fewer of them.
     """
 
     late_init: bool = True
     is_exported_by_handler: bool = False
     has_foreign_modules: bool = False
     new_parameters: frozenset[str] = frozenset()
+    virtual_layers: int = 0
 
     @property
     def initial_weights(self) -> Path | None:
@@ -55,6 +58,13 @@ class ModelProvider(ABC):
         `reset_parameters` method, as torch's layers have. Without `late_init`, `build` may run any code, such as
         loading weights. Pipeline stages then take their values from the whole model, `build(StageInfo())`, by name.
         """
+
+    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:
+        """Set `virtual_layers` from the inputs of a microbatch, before stages are built; the default sets 0.
+
+        `num_parts` is the number of context-parallel ranks.
+        """
+        self.virtual_layers = 0
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize one stage in place. The default is HSDP over the dense mesh, in the precision of the job.

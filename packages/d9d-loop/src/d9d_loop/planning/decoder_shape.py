@@ -3,10 +3,47 @@
 The planner needs only these sizes, not the model itself. FLOPs are defined in `d9d_metrics.flops`.
 """
 
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 from d9d_metrics import transformer_flops_per_token
+
+
+class Kernel(NamedTuple):
+    """Calls of an operator with the same sizes; FLOPs and bytes are those of one call, with 2 bytes per element."""
+
+    name: str
+    flops: int
+    num_bytes: float
+    shapes: tuple[tuple[int, ...], ...]
+    number: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """Vision tower and projector, and the images of a microbatch. They run before the first layer.
+
+    Attributes:
+        num_parameters: Number of weights.
+        num_samples: Samples of the microbatch.
+        num_patches: Patches of its images.
+        forward: Kernels of the forward pass.
+        backward: Kernels of the backward pass; none if the tower is frozen.
+        saved_bytes: Peak memory of the forward pass, with 2 bytes per element.
+    """
+
+    num_parameters: int
+    num_samples: int
+    num_patches: float
+    forward: tuple[Kernel, ...] = field(hash=False)
+    backward: tuple[Kernel, ...] = field(hash=False)
+    saved_bytes: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the images of a sample, forward and backward."""
+        return sum(each.flops * each.number for each in (*self.forward, *self.backward)) / self.num_samples
 
 
 @final
@@ -28,6 +65,7 @@ class DecoderShape:
             grouped-query attention.
         biased_experts: True if the products of experts have biases, and their activation function clamps its inputs.
         window: Number of keys to which each token attends in every second layer; 0 if all layers attend to all keys.
+        tower: Vision tower with the images of the data; `None` for texts.
     """
 
     vocab_size: int
@@ -48,6 +86,7 @@ class DecoderShape:
     latent: tuple[int, int, int, int] | None = None
     biased_experts: bool = False
     window: int = 0
+    tower: Tower | None = None
 
     @classmethod
     def gpt(cls, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, length: int) -> "DecoderShape":
@@ -111,7 +150,8 @@ class DecoderShape:
         sparse = self.num_sparse_layers * (self.expert_parameters + self.shared_parameters)
         dense = (self.num_layers - self.num_sparse_layers) * self.dense_parameters
         layers = self.num_layers * (self.attention_parameters + 2 * self.hidden_size) + sparse + dense
-        return layers + self.embedding_parameters + self.head_parameters + self.hidden_size
+        tower = 0 if self.tower is None else self.tower.num_parameters
+        return layers + self.embedding_parameters + self.head_parameters + self.hidden_size + tower
 
     @property
     def matmul_parameters(self) -> int:
@@ -122,9 +162,10 @@ class DecoderShape:
         return layers + self.hidden_size * self.vocab_size
 
     def flops_per_token(self, length: int, *, causal: bool = True) -> float:
-        """Return the model FLOPs per token of a training step, for sequences of `length` tokens."""
+        """Return the model FLOPs per token of a training step, for sequences of `length` tokens with their images."""
         rope, value_dim = (0, None) if self.latent is None else self.latent[2:]
-        return transformer_flops_per_token(
+        of_images = 0.0 if self.tower is None else self.tower.flops / length
+        return of_images + transformer_flops_per_token(
             num_matmul_parameters=self.matmul_parameters,
             num_layers=self.num_layers,
             num_heads=self.num_heads,

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from d9d_dist import DistributedContext, Launch, UserError, local_tensor
+from d9d_dist import ContextSplit, DistributedContext, Launch, UserError, local_tensor
 from d9d_dist.groups.process_groups import destroy_process_groups
 from d9d_dist.precision import PrecisionName
 from d9d_dist.values.late_init import allocate
@@ -38,7 +37,7 @@ from d9d_loop.job.job import build_engine
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.optimizers.weight_average import average_of
-from d9d_loop.planning.dry_run_mode import DryRunMode
+from d9d_loop.planning.dry_run_mode import DryRunMode, values_of
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
 from d9d_loop.task import Task, to_inputs
@@ -157,7 +156,7 @@ def run_rank(
     ctx: DistributedContext,
     *,
     messages: Messages | None,
-    fake: FakeTensorMode,
+    fake: DryRunMode,
     batch: Any,
     num_first: int | None = None,
     marks: RepeatMarks | None = None,
@@ -346,6 +345,7 @@ def placed(
     plan = plan_for(launch)
     with (
         mock.patch.object(_fsdp_param, "_chunk_with_empty", _chunk_with_empty),
+        mock.patch.object(ContextSplit, "join", _join),
         # There are no peers whose attributes could differ, and collectives of the first step are not those of a step.
         mock.patch.object(FirstSteps, "check"),
         mock.patch.object(TrainStep, "_name_unused"),
@@ -355,13 +355,28 @@ def placed(
         yield plan, ctx
 
 
+_JOIN = ContextSplit.join
+
+
+def _join(split: ContextSplit, tree: Any, **options: Any) -> Any:
+    """Join parts of rows; those with values, which no other rank sends, become the whole rows of the batch."""
+
+    def joined(part: Tensor) -> Tensor:
+        rows, values = _JOIN(split, part, **options), values_of(part)
+        mode = getattr(part, "fake_mode", None)
+        found = mode.wholes.get(id(values)) if isinstance(mode, DryRunMode) else None
+        return rows if found is None or mode is None else mode.with_values(found[1])
+
+    return pytree.tree_map_only(Tensor, joined, tree)
+
+
 def _chunk_with_empty(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
     """Split as FSDP2 does, but share one empty chunk among all ranks without rows: there may be 100,000 such ranks."""
     chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
     return chunks + [tensor.new_empty(0)] * (num_chunks - len(chunks))
 
 
-def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> dict[int, nn.Module]:
+def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: DryRunMode) -> dict[int, nn.Module]:
     """Return a rank's parallelized stages with fake parameters."""
     stages = parallelize_stages(plan.model, ctx)
     with fake:
@@ -370,16 +385,31 @@ def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode)
     return stages
 
 
-def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: FakeTensorMode) -> Any:
+def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: DryRunMode) -> Any:
     """Return the first microbatch of the job with fake tensors."""
-    batch = BatchPlacement(plan.task, ctx)(plan.first_batch())
-    return pytree.tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), batch)
+    split, fake.wholes = ContextSplit.split, {}
+
+    def split_and_keep(self: ContextSplit, tree: Any, **options: Any) -> Any:
+        part = split(self, tree, **options)
+        if isinstance(part, Tensor):
+            fake.wholes[id(part)] = part, tree
+        return part
+
+    with mock.patch.object(ContextSplit, "split", split_and_keep):
+        batch = BatchPlacement(plan.task, ctx)(plan.first_batch())
+    return on_fake(plan, batch, fake)
+
+
+def on_fake(plan: JobPlan, batch: Any, fake: DryRunMode) -> Any:
+    """Return a batch with fake tensors, which keep their values if it has images: models read their sizes."""
+    has_images = "pixel_values" in to_inputs(plan.task.inputs(batch)).shared
+    return pytree.tree_map_only(Tensor, fake.with_values if has_images else fake.from_tensor, batch)
 
 
 def stage_messages(
     plan_for: PlanFor,
     world_size: int,
-    fake: FakeTensorMode,
+    fake: DryRunMode,
     precision: PrecisionName | None,
     *,
     shortened: Callable[[int], JobPlan] | None = None,

@@ -31,7 +31,6 @@ from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.schedule_time import scheduled_step_time
 from d9d_loop.planning.short_run import short_runs
 from d9d_loop.planning.step_model import StepTime
-from d9d_loop.task import to_inputs
 from d9d_pipeline import Program, build, simulate
 
 
@@ -148,6 +147,16 @@ class ClusterPlan:
         return flops / self.time.total / self.layout.world_size / self.hardware.device.peak_flops["bf16"]
 
     @property
+    def images(self) -> dict[str, float] | None:
+        """Image patches of a step, if all microbatches are like the first, and their share of the model FLOPs."""
+        shape, layout = self.timed.shape, self.layout
+        if (tower := shape.tower) is None:
+            return None
+        num_samples = layout.global_tokens / layout.length
+        share = tower.flops / (shape.flops_per_token(layout.length) * layout.length)
+        return {"patches": tower.num_patches / tower.num_samples * num_samples, "share_of_flops": share}
+
+    @property
     def days(self) -> float:
         """Duration of all steps in days, with the expected goodput."""
         return self.steps * self.time.total / self.goodput.fraction / 86400
@@ -187,6 +196,7 @@ class ClusterPlan:
             "limit": self.time.limit,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
+            "images": self.images,
             "days": self.days,
             "device_hours": self.device_hours,
             "sensitivity_seconds": self.timing.sensitivity,
@@ -214,16 +224,11 @@ def plan_cluster(
         length: Tokens of a sample; read from the data by default.
 
     Raises:
-        UserError: If the job's own checks fail for this number of devices, the job has images, or `search` is set and
-            the planner cannot compute the step time of this model.
+        UserError: If the job's own checks fail for this number of devices, or `search` is set and the planner
+            cannot compute the step time of this model.
     """
     launch = Launch(world_size=world_size, device="cpu")
     plan = trainer.plan_for(launch)
-    if "pixel_values" in to_inputs(plan.task.inputs(plan.first_batch(1))).shared:
-        raise UserError(
-            "got a job with images; expected texts, because plans do not count vision towers. Plan the language model "
-            "with a job sft, and run a few steps for the memory of the tower."
-        )
     hardware = Hardware.load(hardware) if isinstance(hardware, str) else hardware
     refusal = ""
     if shape is None or length is None:

@@ -29,6 +29,7 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
         ep=mesh.expert_parallel,
         stages_per_rank=schedule.stages_per_rank,
         placement=schedule.placement,
+        virtual_layers=(plan.model.provider.virtual_layers, 0),
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
         length=length,

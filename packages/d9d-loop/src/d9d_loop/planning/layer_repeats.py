@@ -29,8 +29,15 @@ class Repeats:
 
 
 def layer_list(model: nn.Module) -> tuple[str, Layers] | None:
-    """Return the list or dict of modules with the most parameters, and its name; `None` if there is none."""
-    found = [(name, each) for name, each in model.named_modules() if isinstance(each, Layers)]
+    """Return the list or dict of modules with the most parameters, and its name; `None` if there is none.
+
+    Those of a vision tower do not count.
+    """
+    decoder: Any = model
+    if hasattr(model, "get_image_features"):
+        decoder = decoder.get_decoder()
+    own = {*decoder.modules()}
+    found = [(name, each) for name, each in model.named_modules() if isinstance(each, Layers) and each in own]
     return max(found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
 
 

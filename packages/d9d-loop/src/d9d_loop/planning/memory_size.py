@@ -195,9 +195,12 @@ def _activations(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) ->
         num_dense * activation_bytes_per_token(shape, layout, sparse=False)
         + num_sparse * activation_bytes_per_token(shape, layout, sparse=True)
     )
+    of_images = 0.0
+    if shape.tower is not None and pipeline_rank == 0:
+        of_images = shape.tower.saved_bytes * layout.microbatch_size / shape.tower.num_samples * in_flight
     if layout.offload:
-        return min(kept * in_flight, 2 * kept / max(1.0, num_dense + num_sparse))
-    return kept * in_flight
+        return of_images + min(kept * in_flight, 2 * kept / max(1.0, num_dense + num_sparse))
+    return of_images + kept * in_flight
 
 
 def _in_flight(layout: PlanLayout, pipeline_rank: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from d9d_dist.values.late_init import allocate
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run_mode import DryRunMode
+from d9d_loop.planning.dry_runs import on_fake
 from d9d_loop.planning.layer_repeats import layer_list, repeats_of, without_repeats
 from d9d_loop.planning.step_record import Operation, recorded
+from d9d_loop.planning.vision_tower import TowerCall
 from d9d_loop.task import to_inputs
 
 
@@ -33,14 +36,16 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     """
     model = plan.model.built.module
     fake = DryRunMode()
-    batch = pytree.tree_map_only(Tensor, fake.from_tensor, plan.first_batch(1))
-    inputs = to_inputs(plan.task.inputs(batch))
+    batch = plan.first_batch()
+    whole = to_inputs(plan.task.inputs(batch))
+    inputs = to_inputs(plan.task.inputs(on_fake(plan, batch, fake)))
     found = layer_list(model)
     if found is None:
         raise _unknown("a ModuleList or ModuleDict of layers")
     probe, layers, _ = without_repeats(model, repeats_of(found[1]).count - 1)
     probe.to("meta")
     starts: list[int] = []
+    call = TowerCall(probe)
     with fake:
         allocate(probe, device=torch.device("cpu"))
         with torch.no_grad(), recorded() as record, suppress(_LastLayerDone):
@@ -48,6 +53,7 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
                 layer.register_forward_pre_hook(lambda *_: starts.append(len(record.operations)))
             layers[-1].register_forward_hook(_stop)
             probe(*inputs.first, **inputs.shared)
+        tower = call.tower(whole.shared, num_samples=plan.microbatch_size)
     ends = [*starts[1:], len(record.operations)]
     without = [
         index
@@ -57,10 +63,11 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     if without and len(without) < len(layers):
         names = sorted({type(layers[index]).__name__ for index in without})
         raise _unknown(f"attention in {len(without)} of {len(layers)} different layers ({', '.join(names)})")
-    whole = [x for x in pytree.tree_leaves((inputs.first, inputs.shared)) if isinstance(x, Tensor) and x.dim() > 1]
-    if not whole:
+    leaves = pytree.tree_leaves((inputs.shared.get("input_ids"), inputs.first, inputs.shared))
+    rows = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
+    if not rows:
         raise _unknown("a tensor of token ids with a batch and a sequence dim in the task's inputs")
-    return _shape(model, list(found[1].children()), record.operations), whole[0].shape[1]
+    return replace(_shape(model, list(found[1].children()), record.operations), tower=tower), rows[0].shape[1]
 
 
 class _LastLayerDone(Exception):  # noqa: N818 - no error

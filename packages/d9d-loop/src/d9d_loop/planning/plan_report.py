@@ -29,6 +29,11 @@ def verdict(plan: ClusterPlan) -> str:
         f"limited by {limit} ({share:.0%} of the step); goodput {plan.goodput.fraction:.1%} with a save every "
         f"{plan.goodput.save_seconds / 60:.0f} minutes",
     ]
+    if plan.images is not None:
+        lines.append(
+            f"{plan.images['patches']:,.0f} image patches and {plan.layout.global_tokens:,} tokens a step, as in the "
+            f"first microbatch; {plan.images['share_of_flops']:.0%} of the model FLOPs are those of images"
+        )
     if plan.timing.not_modeled:
         lines.append(f"not modeled, so the step time may be off: {'; '.join(plan.timing.not_modeled)}")
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layer_time import LayerTime, PassTime, embedding_time, head_time
 from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.step_model import StepTime, layer_times, stage_layers, step_time, transfer_seconds
+from d9d_loop.planning.vision_tower import tower_time
 from d9d_pipeline import (
     Backward,
     BackwardInput,
@@ -174,7 +175,8 @@ def stage_times(
             backward += layer.backward.times(count)
             again += layer.recompute.times(count)
         if index == 0:
-            forward += embedding_time(shape, layout, hardware)
+            tower = tower_time(shape, layout, hardware)
+            forward, backward = forward + embedding_time(shape, layout, hardware) + tower[0], backward + tower[1]
         if index == layout.num_stages - 1:
             head = head_time(shape, layout, hardware)
             forward, backward = forward + head[0], backward + head[1]

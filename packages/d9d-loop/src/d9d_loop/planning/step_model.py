@@ -16,6 +16,7 @@ from d9d_loop.planning.optimizer_time import optimizer_seconds
 from d9d_loop.planning.overlap import exposed_seconds
 from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_loop.planning.plan_layout import PlanLayout, Sharding
+from d9d_loop.planning.vision_tower import tower_time
 
 MICROBATCH_OPERATORS = 24
 """Operators that the host launches per microbatch outside of the model: data, masks, loss scaling and logging."""
@@ -178,7 +179,8 @@ def parameter_groups(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int
     every = (num_dense + num_sparse) * shape.attention_parameters + num_dense * shape.dense_parameters
     is_first, is_last = pipeline_rank == 0, pipeline_rank == layout.head_rank
     embedding_ranks = layout.tp if layout.splits_embedding else 1
-    outside = shape.embedding_parameters / embedding_ranks if is_first else 0.0
+    tower = 0 if shape.tower is None else shape.tower.num_parameters
+    outside = shape.embedding_parameters / embedding_ranks + tower if is_first else 0.0
     if is_last:
         outside += (shape.head_parameters or (0 if is_first else shape.hidden_size * shape.vocab_size)) / layout.tp
     router = shape.hidden_size * shape.num_experts
@@ -234,7 +236,9 @@ def _rank(
     if accumulated:
         rest += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
     if index == 0:
-        rest += embedding_time(shape, layout, hardware)
+        forward, backward = tower_time(shape, layout, hardware)
+        rest += embedding_time(shape, layout, hardware) + forward + backward
+        first += forward.device
     if index == layout.head_rank:
         forward, backward = head_time(shape, layout, hardware)
         rest += forward + backward

@@ -20,12 +20,14 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from d9d_dist.planned_device import recorded_blocks
 from d9d_dist.split_backward import DeferredWeightGrads
 from d9d_loop.planning.collective_log import COLLECTIVE_NAMESPACES, Collective, collective_of, tensors_in
+from d9d_loop.planning.dry_run_mode import values_of
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _GET_DEVICE = torch.ops.prim.device.default
@@ -340,6 +342,8 @@ def _answer(func: Any, args: Sequence[Any]) -> float | bool | torch.device | Non
     if func is _GET_DEVICE and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     if func is _READ_SCALAR and isinstance(args[0], FakeTensor):
+        if (values := values_of(args[0])) is not None:
+            return values.item()
         return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
     return None
 
@@ -380,9 +384,19 @@ def _equal_chunks() -> AbstractContextManager[Any]:
     return mock.patch.multiple(torch, chunk=equal_chunk, cat=equal_cat)
 
 
-def _answered_lists() -> AbstractContextManager[Any]:
-    """Make `tolist` of fake tensors return zeros, for flags of bad steps; torch's `tolist` reads scalars one by one."""
-    return mock.patch.object(FakeTensor, "tolist", lambda tensor: _zeros(tuple(tensor.shape)))
+@contextmanager
+def _answered_lists() -> Generator[None]:
+    """Let `tolist` and `torch.tensor` read fake tensors: their values, or zeros, such as for flags of bad steps."""
+    make = torch.tensor
+
+    def to_list(tensor: Tensor) -> Any:
+        return _zeros(tuple(tensor.shape)) if (values := values_of(tensor)) is None else values.tolist()
+
+    def tensor_of(data: Any, **options: Any) -> Tensor:
+        return make(pytree.tree_map_only(FakeTensor, to_list, data) if isinstance(data, list) else data, **options)
+
+    with mock.patch.object(FakeTensor, "tolist", to_list), mock.patch.object(torch, "tensor", tensor_of):
+        yield
 
 
 def _single_samples() -> AbstractContextManager[Any]:

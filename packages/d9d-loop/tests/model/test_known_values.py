@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_loop.job.known_values import known_values
+from d9d_loop.model.known_values import known_values
 
 WEIGHTS = nn.Parameter(torch.empty(4, 3, device="meta"))
 

@@ -1,0 +1,121 @@
+"""Plans of the job `vision`: FLOPs and memory of a dry run equal those of a step on the CPU."""
+
+from collections.abc import Generator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+from vision_cases import CHATS, FAMILIES, save_chats, save_model, vision_config
+
+from d9d_dist import Launch
+from d9d_loop import Trainer
+from d9d_loop.jobs import text_trainer
+from d9d_loop.planning import plan_cluster
+from d9d_loop.planning.dry_runs import dry_run
+from d9d_loop.planning.model_shape import shape_of_job
+from d9d_loop.planning.step_record import recorded
+from d9d_loop.task import to_inputs
+
+
+def _wide_experts(build: Any) -> Any:
+    return build(moe_intermediate_size=16)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    root = tmp_path_factory.mktemp("released")
+    save_chats(root, CHATS)
+    with pytest.MonkeyPatch.context() as patch:
+        for family in ("qwen3_vl_moe", "glm4v_moe"):  # grouped products in bfloat16 need rows of 16 bytes
+            patch.setitem(FAMILIES, family, partial(_wide_experts, FAMILIES[family]))
+        yield root
+
+
+def _trainer(released: Path, family: str, **more: Any) -> Trainer:
+    folder = released / family
+    if not folder.is_dir():
+        save_model(family, folder)
+    return text_trainer(vision_config(folder, released / "chats.jsonl", released, **more))
+
+
+@pytest.mark.sample("qwen2_5_vl", "idefics3", "gemma3")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dry_run_has_the_flops_and_the_memory_of_a_step(family: str, released: Path) -> None:
+    trainer = _trainer(released, family, batch={"global_size": 2, "microbatch_size": 2})
+    plan = trainer.plan_for(Launch(world_size=1, device="cpu"))
+    dry = dry_run(trainer.plan_for, ranks=[0], world_size=1)[0].forward_backward
+    transformers: Any = import_module("transformers")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(released / family).train()
+    batch = plan.first_batch()
+    inputs = to_inputs(plan.task.inputs(batch))
+    with recorded() as real, FlopCounterMode(display=False) as counter:
+        plan.task.loss(model(*inputs.first, **inputs.shared), batch).total.backward()
+    assert dry.flops == real.flops
+    if "moe" not in family:  # torch's counter does not count grouped products
+        assert real.flops == counter.get_total_flops()
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+
+
+@pytest.mark.sample("qwen3_vl", "llava_onevision", "mistral3")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_has_the_flops_of_its_modules(family: str, released: Path) -> None:
+    plan = _trainer(released, family, batch={"global_size": 2, "microbatch_size": 2}).plan_for(
+        Launch(world_size=1, device="cpu")
+    )
+    tower = shape_of_job(plan)[0].tower
+    assert tower is not None
+    transformers: Any = import_module("transformers")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(released / family).train()
+    batch = plan.first_batch()
+    inputs = to_inputs(plan.task.inputs(batch))
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs.shared)
+    decoder = model.get_decoder()
+    found, root = counter.get_flop_counts(), type(model).__name__
+    names = [name for name, each in model.named_modules() if each in {decoder, model.get_output_embeddings()}]
+    flops = {name: sum(each.values()) for name, each in found.items()}
+    expected = flops[root] - sum(flops[f"{root}.{name}"] for name in names)
+    assert sum(each.flops * each.number for each in tower.forward) == expected
+    own = [each for name, each in model.named_parameters() if not name.startswith(("lm_head", *names))]
+    assert tower.num_parameters == sum(each.numel() for each in own)
+
+    def trained() -> int:
+        with FlopCounterMode(display=False) as counter:
+            plan.task.loss(model(**inputs.shared), batch).total.backward()
+        return counter.get_total_flops()
+
+    whole = trained()
+    for each in own:
+        each.requires_grad_(False)
+    assert sum(each.flops * each.number for each in tower.backward) == whole - trained()
+
+
+MESHES: dict[str, dict[str, int]] = {
+    "fsdp": {"data_parallel_shard": 2},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "context": {"context_parallel_shard": 2},
+}
+
+
+@pytest.mark.sample("qwen2_5_vl-context", "qwen3_vl-pipeline", "gemma3-fsdp", "internvl-tensor")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) -> None:
+    trainer = _trainer(released, family, mesh=MESHES[mesh])
+    plan = plan_cluster(trainer, world_size=2, hardware="h100-dgx")
+    tower = plan.timed.shape.tower
+    assert tower is not None
+    assert plan.timed.shape.flops_per_token(1) - tower.flops > 0
+    first = plan.memory[0]
+    assert first.parameters > 0
+
+
+def test_packed_rows_are_planned(released: Path) -> None:
+    dataset = {"files": [released / "chats.jsonl"], "length": 160, "packing": True}
+    trainer = _trainer(released, "qwen2_5_vl", dataset=dataset)
+    plan = plan_cluster(trainer, world_size=1, hardware="h100-dgx")
+    assert 100 < plan.layout.length <= 160
