@@ -1,5 +1,7 @@
 """The errors on the page about layouts, and the constants of hardware files, are those of the planner's record."""
 
+import csv
+import importlib
 import json
 from pathlib import Path
 
@@ -33,6 +35,15 @@ SOURCES = {
     "prime-rl, H200 (fitted to no row)": "prime-rl h200-dgx",
     "prime-rl, B200 (fitted to no row)": "prime-rl b200-dgx",
 }
+SETTINGS = {
+    "mbs": "microbatch",
+    "vp": "stages",
+    "recompute": "recomputation",
+    "seq": "length",
+    "tp": "degrees",
+    "pp": "degrees",
+    "ep": "experts",
+}
 MEMORY = {"KempnerForge": "KempnerForge", "torchtitan": "torchtitan", "Korthikanti": "Korthikanti"}
 
 
@@ -52,8 +63,11 @@ def test_the_table_has_the_errors_of_the_record() -> None:
     rows = _rows("Source")
     assert list(rows) == list(SOURCES)
     for source, group in SOURCES.items():
-        number, _, *errors = rows[source]
-        assert int(number) == RECORD["shipped"][group]["rows"], source
+        number, unstated, *errors = rows[source]
+        found = RECORD["shipped"][group]
+        assert int(number) == found["rows"], source
+        names = dict.fromkeys(SETTINGS[name] for name in SETTINGS if name in found["unstated"])
+        assert unstated == ", ".join(names), source
         assert errors == [_error(kind, group) for kind in ("folds", "models", "shipped")], source
 
 
@@ -62,6 +76,47 @@ def test_the_table_of_memory_has_the_errors_of_the_record() -> None:
     for source, group in MEMORY.items():
         found = RECORD["shipped"][group]
         assert rows[source][-2:] == [f"{found['memory_mape']:.1f} %", f"{found['memory_shortest']:.1f} %"], source
+
+
+COLUMNS = (
+    "source,system,model,params_b,hidden,layers,heads,vocab,gpus,gpu,precision,tp,pp,cp,ep,dp,vp,sharding,gbs,mbs,seq,"
+    "recompute,tflops_gpu,step_s,mem_gib,note"
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("Megatron-Bridge", "Megatron-Bridge 26.06 NeMo Container", "LLAMA3_70B", "DGX-H100"),
+        ("Automodel", "NeMo AutoModel", "Llama3 70B", "H100"),
+        ("glennklockwood", "Meta", "Llama-3 405B", "H100"),
+        ("prime-rl", "prime-rl sft", "Qwen/Qwen3-4B-Instruct-2507", "NVIDIA H200"),
+        ("torchtitan", "torchtitan", "Llama-3.1 8B", "H100"),
+        ("KempnerForge", "KempnerForge", "Llama-3 7B", "H200"),
+    ],
+)
+def test_a_row_of_an_unknown_model_is_not_read_as_another(
+    row: tuple[str, str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, system, known, gpu = row
+    monkeypatch.syspath_prepend(str(ROOT / "packages/d9d-loop/benchmarks"))
+    rows = importlib.import_module("planning_rows")
+    given = {"params_b": "8.03", "hidden": "4096", "gpus": "8", "tp": "1", "pp": "1", "dp": "8", "step_s": "1"}
+    given |= {"source": source, "system": system, "gpu": gpu, "gbs": "8", "mem_gib": "9", "tflops_gpu": "400"}
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS.split(","), restval="")
+        table.writeheader()
+        table.writerows(given | {"model": name} for name in (known, known.replace("L", "M").replace("4B", "3B")))
+    assert [each.row["model"] for each in rows.read(path)] == [known]
+    assert len(list(rows.unread(path))) == 1
+
+
+def test_a_row_of_unknown_sizes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packages/d9d-loop/benchmarks"))
+    rows = importlib.import_module("planning_rows")
+    with pytest.raises(ValueError, match="invalid literal"):
+        rows._gpt({"hidden": "", "layers": "48", "heads": "", "vocab": "", "seq": ""})
 
 
 @pytest.mark.parametrize("name", sorted(RECORD["fit"]))

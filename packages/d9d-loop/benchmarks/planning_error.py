@@ -5,8 +5,8 @@
     ... --record planning_error.json
 
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of its group, or with --shared of
-each group on the same hardware. Groups on DGX H100 and on Blackwell, which have few rows, are first fitted together,
-without the held-out rows, and then each near the common constants, with a prior of the same width as that of the common
+each group on the same hardware. Groups on H100 and H200, which are one chip, and on Blackwell have few rows. They are
+first fitted together, without the held-out rows, and then each near the common constants, with a prior of the same width as that of the common
 fit. --shared also prints the half widths of intervals
 that contain 90 % of the held-out times of each group, for dense and for sparse models. `covered` is the fraction of
 times within the interval of the hardware file, which comes from folds with another seed. `naive_mape` is the error of a
@@ -55,9 +55,15 @@ GENERATIONS = {
     "Selene": ("SC21", "Korthikanti", "MT-NLG"),
     "llm-foundry a100-80-dgx": ("llm-foundry a100-80-dgx",),
     "llm-foundry a100-40-dgx": ("llm-foundry a100-40-dgx",),
-    "DGX H100": ("Megatron H100", "llm-foundry h100-dgx", "AutoModel", "Meta", "Megatron-Bridge h100-dgx"),
+    "Hopper": (
+        "Megatron H100",
+        "llm-foundry h100-dgx",
+        "AutoModel",
+        "Meta",
+        "Megatron-Bridge h100-dgx",
+        "KempnerForge",
+    ),
     "torchtitan": ("torchtitan",),
-    "KempnerForge": ("KempnerForge",),
     "Blackwell": (
         "Megatron-Bridge b200-dgx",
         "Megatron-Bridge b300-dgx",

@@ -44,10 +44,10 @@ class Measured:
 
     @property
     def unstated(self) -> tuple[str, ...]:
-        """Names of the settings of the layout that the source does not state."""
+        """Names of the settings of the layout that the source does not state; "n/a" states that there is none."""
         is_sparse, is_pipelined = self.shape.num_experts > 0, self.tuned[0].pp > 1
         names = ("tp", "pp", "mbs", "seq", "recompute", *["vp"] * is_pipelined, *["ep"] * is_sparse)
-        blank = tuple(name for name in names if self.row[name] in _BLANK)
+        blank = tuple(name for name in names if self.row[name] in ("", "-"))
         return (*blank, "seq") if "seq not stated" in self.row["note"] else blank
 
 
@@ -78,10 +78,10 @@ def _number(row: Row, name: str, default: int = 1) -> int:
 
 
 def _gpt(row: Row, vocab_size: int = 51200) -> DecoderShape:
-    hidden = _number(row, "hidden")
+    hidden, layers = int(row["hidden"]), int(row["layers"])  # no defaults: a model of unknown sizes is an error
     return DecoderShape.gpt(
         hidden_size=hidden,
-        num_layers=_number(row, "layers"),
+        num_layers=layers,
         num_heads=_number(row, "heads", hidden // 128),
         vocab_size=_number(row, "vocab", vocab_size),
         length=_number(row, "seq", 2048),
@@ -234,6 +234,7 @@ def _foundry(row: Row) -> Measured | None:
         reduces_each_microbatch=True,
         dtype="fp8" if fp8 else "bf16",
         attention_speed=0.7,
+        copies_shards=False,
         recomputes_last=True,
     )
     cluster = clusters[row["gpu"]]
@@ -265,6 +266,11 @@ def llama(name: str, vocab_size: int = 128256) -> DecoderShape | None:
     )
 
 
+def _llama_of(row: Row) -> DecoderShape | None:
+    """Return the shape of a row's Llama by its number of parameters; `None` for an unknown size or another model."""
+    return llama(row["params_b"].partition(".")[0]) if row["model"].startswith("Llama") else None
+
+
 def _titan(row: Row) -> Measured | None:
     """Read a row of torchtitan: FSDP2 with fp32 masters, tensor and sequence parallelism; reserved memory.
 
@@ -293,7 +299,7 @@ def _titan(row: Row) -> Measured | None:
         backward_collectives=1.0 if row["recompute"] == "full" else 1.5,
         loss_bytes=18 if degrees["tp"] > 1 else 14,
     )
-    shape = llama(row["params_b"].partition(".")[0])
+    shape = _llama_of(row)
     if shape is None:
         return None
     memory = float(row["mem_gib"]) * 2**30 if row["mem_gib"] else None
@@ -312,7 +318,7 @@ def _kempner(row: Row) -> Measured | None:
     """
     degrees = _degrees(row)
     size = row["params_b"].partition(".")[0]
-    shape = llama(size)
+    shape = _llama_of(row)
     if shape is None:
         return None
     batch = _batch(row, degrees["dp"])
@@ -523,6 +529,7 @@ def _bridge(row: Row) -> Measured | None:
         dtype={"BF16": "bf16", "NVFP4": "fp4"}.get(row["precision"], "fp8"),
         routing_skew=1.0,
         attention_speed=2,
+        copies_shards=False,
         shards_experts=False,
         splits_shared_experts=True,
     )
@@ -551,10 +558,11 @@ def _automodel(row: Row) -> Measured | None:
     does not cast logits. All but GPT OSS recompute layers, use the attention of Transformer Engine, and gather weights
     and reduce gradients once per step; with pipelines, the reduction follows the last backward pass of a stage
     (`fsdp_mixin.py`). GPT OSS has FlexAttention, and reduces gradients in each microbatch. The router gives a token
-    consecutive experts. Pipelines run local batches of 8 samples one after another; the layers of a stage are those of
-    the recipe, with the number of stages rounded down to a multiple of the ranks. The dense model is compiled, and
-    PyTorch calls the attention of cuDNN on H100 since version 2.10. Rows of adapters (LoRA), and models with layers
-    other than attention and feed-forward, are not read.
+    consecutive experts. Pipelines run local batches of 8 samples one after another, and wait for sends, as PyTorch's
+    schedules do; the layers of a stage are those of the recipe, with the number of stages rounded down to a multiple of
+    the ranks. The dense model is compiled and reduces gradients in bf16 (`FSDP2Config.mp_policy`), and PyTorch calls
+    the attention of cuDNN on H100 since version 2.10. Rows of adapters (LoRA), and models with layers other than
+    attention and feed-forward, are not read.
     """
     names = {"DeepSeek V3 671B": "DeepSeekV3", "Qwen3 MoE 30B": "Qwen3_30B_a3B"}
     name = names.get(row["model"], row["model"].replace("-OSS", " OSS"))
@@ -569,6 +577,7 @@ def _automodel(row: Row) -> Measured | None:
             **batch,
             recompute="full",
             reduces_each_microbatch=True,
+            gradient_bytes=2,
             pointwise="compiled",
             attention_speed=2,
         )
@@ -589,6 +598,7 @@ def _automodel(row: Row) -> Measured | None:
         sharding="parameters" if is_gpt or is_pipelined else "optimizer",
         reduces_each_microbatch=is_gpt,
         overlaps_gradients=not is_pipelined,
+        overlaps_pipeline=False,
         accumulation_bytes=0 if is_gpt else 6,
         pointwise="fused",
         fuses_gate=True,
@@ -608,7 +618,7 @@ def _meta(row: Row) -> Measured | None:
     No recomputation with short sequences (Llama Team 2024, https://arxiv.org/abs/2407.21783, section 3.3.2); gradients
     and optimizer states are sharded. FLOPs count causal attention. Stages per rank are not stated.
     """
-    shape = llama("405") if "405B" in row["model"] else None
+    shape = llama("405") if row["model"] == "Llama-3 405B" else None
     if shape is None:
         return None
     length = 131072 if _number(row, "cp") > 1 else 8192

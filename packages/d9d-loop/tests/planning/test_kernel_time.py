@@ -24,6 +24,16 @@ def test_a_product_of_full_waves_reaches_the_fraction_of_the_peak() -> None:
     assert seconds == pytest.approx(2 * m * n * (k + HALF_DEPTH) / rate)
 
 
+def test_float8_halves_the_inner_loop_of_a_tile_but_not_its_start_and_end() -> None:
+    hardware = Hardware.load("h100-dgx")
+    assert hardware.device.peak_flops["fp8"] == pytest.approx(2 * hardware.device.peak_flops["bf16"], rel=1e-3)
+    gap = hardware.device.kernel_seconds
+    half, whole = (matmul_seconds(hardware, 2**14, 2**14, k, dtype="fp8") - gap for k in (1024, 2048))
+    bf16 = matmul_seconds(hardware, 2**14, 2**14, 1024) - gap
+    assert whole - half == pytest.approx(bf16 * 512 / (1024 + HALF_DEPTH), rel=1e-3)
+    assert half / bf16 == pytest.approx((512 + HALF_DEPTH) / (1024 + HALF_DEPTH), rel=1e-3)
+
+
 def test_only_odd_weight_sizes_slow_products_down() -> None:
     """With 4095 tokens, the products are as fast as with 4096; with one odd size, all three are slower."""
     even, fewer, outputs, inputs = (

@@ -139,9 +139,25 @@ def test_virtual_layers_reduce_the_layers_of_the_first_and_last_stage() -> None:
     assert [layers_of(replace(SHAPE, num_layers=10), layout, rank)[0] for rank in range(4)] == [3, 3, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("pp", "reduces", "of_gradients"), [(1, True, 3 * 6), (1, False, 8), (2, True, 3 * 6), (2, False, 8)]
+)
+def test_fsdp_copies_gathered_weights_and_gradients(pp: int, reduces: bool, of_gradients: int) -> None:
+    """Weights are read and written in bf16 after each gather, and gradients are cast, or copied in fp32, once reduced.
+
+    Each of the 3 microbatches gathers twice, but parameters outside of layers once; stages gather once a step.
+    """
+    layout = PlanLayout(dp=4, pp=pp, num_microbatches=3, length=2048, reduces_each_microbatch=reduces)
+    copied, bare = (step_time(SHAPE, replace(layout, copies_shards=each), HARDWARE).compute for each in (True, False))
+    (group,) = parameter_groups(SHAPE, layout, pp - 1)
+    gathered = 3 * (2 * group.size - group.outside) if pp == 1 else group.size
+    roof = HARDWARE.device.memory_bandwidth * HARDWARE.fitted.memory_efficiency
+    assert copied - bare == pytest.approx((4 * gathered + of_gradients * group.size) / roof, rel=1e-3)
+
+
 def test_microbatches_add_their_gradients_to_whole_ones() -> None:
     """FSDP2 casts the first bf16 gradients (6 bytes per parameter), and adds the others to sums in fp32 (10 bytes)."""
-    layout = PlanLayout(dp=4, num_microbatches=3, length=2048)
+    layout = PlanLayout(dp=4, num_microbatches=3, length=2048, copies_shards=False)
     whole, reduced = (
         step_time(SHAPE, replace(layout, reduces_each_microbatch=each), HARDWARE).compute for each in (False, True)
     )

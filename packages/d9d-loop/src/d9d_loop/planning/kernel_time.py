@@ -1,15 +1,16 @@
 """Time of one kernel: a roofline whose compute roof depends on the shape.
 
-    t(matmul) = max(min over tiles a x b of 2 a b (k + k_half) waves M / (P e r), bytes / (B f)) + t0
+    t(matmul) = max(min over tiles a x b of 2 a b (k / P + k_half / P') waves M / (e r), bytes / (B f)) + t0
     waves = ceil(batch ceil(m / a) ceil(n / b) / M),  r = i / (i + 20) / r(256 x 128),  i = a b / (a + b)
     t(pointwise) = bytes / (B f) + t0
 
-The matrices are m x k and k x n. P: peak rate, FLOP/s, times 0.3 if the rows of an operand have an odd size: tensor
-cores need rows aligned to 16 bytes. B: memory bandwidth, bytes/s. e, f: fitted fractions. M: multiprocessors, each of
-which computes a tile in each wave.
+The matrices are m x k and k x n. P: peak rate, FLOP/s, and P' that of bf16, both times 0.3 if the rows of an operand
+have an odd size: tensor cores need rows aligned to 16 bytes. B: memory bandwidth, bytes/s. e, f: fitted fractions.
+M: multiprocessors, each of which computes a tile in each wave.
 r: speed of a tile relative to the largest. Small tiles fill the last wave better, but reuse loaded elements less. The
 library is assumed to choose the fastest tile (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 and
-4). k_half = 96: start and end of a tile's inner loop. t0: gap between kernels, in s. Times are in s.
+4). k_half = 96: start and end of a tile's inner loop, which wait for memory and take as long in float8. t0: gap between
+kernels, in s. Times are in s.
 Roofline: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -74,9 +75,9 @@ def matmul_seconds(
 ) -> float:
     """Return the time of `batch` products of m x k and k x n matrices with 2 bytes per element."""
     device, fitted = hardware.device, hardware.fitted
-    rate = peak_of(hardware, dtype) * fitted.matmul_efficiency * (1.0 if aligned else UNALIGNED)
-    elements = _elements(m, n, batch, device.num_multiprocessors)
-    seconds = 2 * elements * (k + HALF_DEPTH) * device.num_multiprocessors / rate
+    share = fitted.matmul_efficiency * (1.0 if aligned else UNALIGNED) / device.num_multiprocessors
+    depth = k / peak_of(hardware, dtype) + HALF_DEPTH / peak_of(hardware, "bf16")
+    seconds = 2 * _elements(m, n, batch, device.num_multiprocessors) * depth / share
     moved = 2 * batch * (m * k + k * n + m * n)
     roof = device.memory_bandwidth * fitted.memory_efficiency
     return max(seconds, moved / roof) + device.kernel_seconds

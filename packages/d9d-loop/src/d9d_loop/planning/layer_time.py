@@ -291,11 +291,8 @@ def _matmul_times(
     All but the gradients of weights are computed in parts, each with some of the tokens.
     """
     whole = [_linear(hardware, layout, each) for each in linears]
-    split = (
-        [_linear(hardware, layout, each._replace(tokens=each.tokens / parts)) for each in linears]
-        if parts > 1
-        else whole
-    )
+    shares = [each._replace(tokens=each.tokens / parts) for each in linears]
+    split = whole if parts == 1 else [_linear(hardware, layout, each) for each in shares]
     gradients = sum(each.weight_gradient for each in whole)
     return sum(parts * each.forward for each in split), gradients + sum(parts * each.input_gradient for each in split)
 
@@ -348,9 +345,7 @@ def _recomputation(
 def embedding_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> PassTime:
     """Return the time of the embedding, forward and backward together."""
     moved = layout.tokens_per_microbatch * shape.hidden_size * 2
-    collective = 0.0
-    if layout.tp > 1:
-        collective = collective_seconds(hardware, "all_reduce", moved, _tensor_span(layout, hardware))
+    collective = collective_seconds(hardware, "all_reduce", moved, _tensor_span(layout, hardware))
     return PassTime(pointwise=pointwise_seconds(hardware, 8 * moved, num_kernels=6), tensor=collective, operators=12)
 
 
@@ -365,9 +360,8 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     logits = pointwise_seconds(hardware, size * moved, num_kernels=8)
     gradient = pointwise_seconds(hardware, size * moved_backward, num_kernels=4)
     collective = _tensor_pair(layout, hardware, tokens * h * 2)
-    gather = 0.0
-    if layout.gathers_logits:
-        gather = collective_seconds(hardware, "all_gather", size * 2, _tensor_span(layout, hardware))
+    gathered = size * 2 if layout.gathers_logits else 0
+    gather = collective_seconds(hardware, "all_gather", gathered, _tensor_span(layout, hardware))
     return (
         PassTime(matmul=product.forward, pointwise=logits, tensor=collective + gather, operators=20),
         PassTime(matmul=product.backward, pointwise=gradient, tensor=collective, operators=20),

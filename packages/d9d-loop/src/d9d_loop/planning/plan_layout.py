@@ -72,6 +72,8 @@ class PlanLayout:
         offload: True if saved activations are moved to host memory.
         reduces_each_microbatch: True if sharded gradients are reduced in each backward pass; False if whole gradients
             are kept until the last one. See `gradients.reduce_each_microbatch` in the configuration of a job.
+        copies_shards: True if gathered weights and gradients are copied from and to the buffers of collectives, as by
+            FSDP2; False if parameters lie in these buffers, as in FSDP1 and Megatron.
         accumulation_bytes: Bytes per parameter that each microbatch moves to add its gradients to the earlier ones,
             in addition to the products that compute them; 0 if these products accumulate in place.
         accumulates_first: True if the first microbatch also adds its gradients, to zeros, as Megatron-LM does.
@@ -132,6 +134,7 @@ class PlanLayout:
     dropout: bool = False
     offload: bool = False
     reduces_each_microbatch: bool = False
+    copies_shards: bool = True
     accumulation_bytes: float = 0
     accumulates_first: bool = False
     backward_collectives: float = 1.5

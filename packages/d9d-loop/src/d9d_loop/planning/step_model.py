@@ -232,9 +232,10 @@ def _rank(
         first += count * layer.forward.device
         seconds += count * launch_bound_seconds(one.device, one.operators, host)
     rest = PassTime(operators=MICROBATCH_OPERATORS)
-    accumulated = sum(_accumulated(each, layout) for each in parameter_groups(shape, layout, index))
-    if accumulated:
-        rest += PassTime(pointwise=pointwise_seconds(hardware, accumulated))
+    groups = parameter_groups(shape, layout, index)
+    copied = 0.0 if hardware.device.shard_seconds else sum(_copied(each, layout) for each in groups)
+    if moved := copied + sum(_accumulated(each, layout) for each in groups):
+        rest += PassTime(pointwise=pointwise_seconds(hardware, moved))
     if index == 0:
         forward, backward = tower_time(shape, layout, hardware)
         rest += embedding_time(shape, layout, hardware) + forward + backward
@@ -260,6 +261,20 @@ def _accumulated(group: ParameterGroup, layout: PlanLayout) -> float:
         cast = 2 + reduced if reduced != 2 else 0
         return group.size * (cast + (m - 1) * (2 + 2 * reduced)) / m
     return group.size * layout.accumulation_bytes * (m if layout.accumulates_first else m - 1) / m
+
+
+def _copied(group: ParameterGroup, layout: PlanLayout) -> float:
+    """Return the bytes that a microbatch copies on average between buffers of FSDP2's collectives and parameters.
+
+    Gathered weights are read and written (`foreach_all_gather_copy_out`), and so are gradients, in the dtype of the
+    reduction (`foreach_reduce_scatter_copy_in`). Both copies run between the products, in their stream.
+    """
+    if group.sharding != "parameters" or group.shards == 1 or not layout.copies_shards:
+        return 0.0
+    m, reduced = layout.num_microbatches, layout.gradient_bytes
+    gathers = 1 if layout.pp > 1 else m * (2 - group.outside / group.size)
+    scattered = 2 * reduced if layout.keeps_whole_gradients else m * (2 + reduced)
+    return group.size * (2 * layout.weight_bytes * gathers + scattered) / m
 
 
 def transfer_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
