@@ -6,13 +6,12 @@
 
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of its group, or with --shared of
 each group on the same hardware. Groups on H100 and H200, which are one chip, and on Blackwell have few rows. They are
-first fitted together, without the held-out rows, and then each near the common constants, with a prior of the same width as that of the common
-fit. --shared also prints the half widths of intervals
-that contain 90 % of the held-out times of each group, for dense and for sparse models. `covered` is the fraction of
-times within the interval of the hardware file, which comes from folds with another seed. `naive_mape` is the error of a
-naive model: model FLOPs (x 4/3 with full recomputation), divided by the median rate of the group. With --shipped, each
-row is predicted with the constants of the hardware files; --fit prints these constants. Rows of HELD_OUT are never
-fitted.
+first fitted together, without the held-out rows, and then each near the common constants, with a prior of the same
+width as that of the common fit. --shared also prints the half widths of intervals that contain 90 % of the held-out
+times of each group, for dense and for sparse models. `covered` is the fraction of times within the interval of the
+hardware file, which comes from folds with another seed. `naive_mape` is the error of a naive model: model FLOPs (x 4/3
+with full recomputation), divided by the median rate of the group. With --shipped, each row is predicted with the
+constants of the hardware files; --fit prints these constants. Rows of HELD_OUT are never fitted.
 --record also writes the figures to the file from which `docs/choosing_a_layout.md` has its table, and with --fit the
 constants of the hardware files (`tests/planning/test_hardware_spec.py`). Memory has no fitted constant: its interval
 covers 90 % of the rows of a group.
@@ -23,7 +22,7 @@ import gc
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from math import ceil
@@ -137,12 +136,12 @@ def hardware_with(cluster: str, fitted: Fitted) -> Hardware:
 _load = cache(Hardware.load)
 
 
-def fit_each(rows: Mapping[str, Sequence[Measured]]) -> dict[str, Fitted]:
-    """Return the constants of each name, near those of all rows if there are several names."""
+def fit_each(rows: Mapping[str, Sequence[Measured]], wanted: Container[str]) -> dict[str, Fitted]:
+    """Return the constants of each wanted name, near those of all rows if there are several names."""
     if len(rows) == 1:
         return {name: fit(kept) for name, kept in rows.items()}
     every = fit([row for kept in rows.values() for row in _at_most(kept, 40, 0)], starts=1)
-    return {name: fit(kept, every, starts=1) if kept else every for name, kept in rows.items()}
+    return {name: fit(kept, every, starts=1) if kept else every for name, kept in rows.items() if name in wanted}
 
 
 def naive_rate(rows: Sequence[Measured]) -> float:
@@ -231,7 +230,7 @@ def cross_validated(parts: list[list[list[Measured]]], names: Sequence[str], see
         for index, name in enumerate(names):
             rows = [row for other in parts if other is not part for row in other[index]]
             others[name] += _at_most(rows, 80, seed + place)
-        fitted = fit_each(others)
+        fitted = fit_each(others, {name for name, rows in zip(names, part, strict=True) if rows})
         found += [
             (row, predict(row, hardware_with(row.cluster, fitted[name])))
             for name, rows in zip(names, part, strict=True)
@@ -266,7 +265,7 @@ def fitted_constants(timed: Mapping[str, list[Measured]], seed: int) -> dict[str
     chosen: dict[str, list[Measured]] = defaultdict(list)
     for rows in timed.values():
         chosen[rows[0].cluster] += _at_most(rows, 80, seed)
-    return {name: {"rows": len(chosen[name]), **each.model_dump()} for name, each in fit_each(chosen).items()}
+    return {name: {"rows": len(chosen[name]), **each.model_dump()} for name, each in fit_each(chosen, chosen).items()}
 
 
 def predictions(timed: Mapping[str, list[Measured]], options: argparse.Namespace) -> list[tuple[Measured, float]]:
