@@ -14,7 +14,7 @@ kernels are counted below, per kernel, in elements of 2 bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from d9d_loop.planning.collective_time import Span, collective_seconds, link_bandwidth, link_share
 from d9d_loop.planning.decoder_shape import DecoderShape
@@ -326,20 +326,14 @@ def _recomputation(
     layout: PlanLayout, hardware: Hardware, forward: PassTime, core_bytes: float, activation: float
 ) -> PassTime:
     """Return the time of recomputation: the whole forward; or attention, the activation function and some products."""
-    match layout.recompute:
-        case "full":
-            return forward
-        case "none":
-            return PassTime()
-        case "selective":
-            return PassTime(
-                matmul=(1 - layout.saved_products) * forward.matmul,
-                attention=0.0 if layout.flash else forward.attention,
-                pointwise=pointwise_seconds(hardware, core_bytes + (activation if layout.flash else 0)),
-                operators=6,
-            )
-        case _:
-            assert_never(layout.recompute)
+    if layout.recompute != "selective":
+        return forward if layout.recompute == "full" else PassTime()
+    return PassTime(
+        matmul=(1 - layout.saved_products) * forward.matmul,
+        attention=0.0 if layout.flash else forward.attention,
+        pointwise=pointwise_seconds(hardware, core_bytes + (activation if layout.flash else 0)),
+        operators=6,
+    )
 
 
 def embedding_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> PassTime:

@@ -72,8 +72,7 @@ class PlanLayout:
         offload: True if saved activations are moved to host memory.
         reduces_each_microbatch: True if sharded gradients are reduced in each backward pass; False if whole gradients
             are kept until the last one. See `gradients.reduce_each_microbatch` in the configuration of a job.
-        copies_shards: True if gathered weights and gradients are copied from and to the buffers of collectives, as by
-            FSDP2; False if parameters lie in these buffers, as in FSDP1 and Megatron.
+        copies_shards: True if FSDP copies parameters from and to buffers (FSDP2); False if they lie in them (FSDP1).
         accumulation_bytes: Bytes per parameter that each microbatch moves to add its gradients to the earlier ones,
             in addition to the products that compute them; 0 if these products accumulate in place.
         accumulates_first: True if the first microbatch also adds its gradients, to zeros, as Megatron-LM does.

@@ -232,9 +232,8 @@ def _rank(
         first += count * layer.forward.device
         seconds += count * launch_bound_seconds(one.device, one.operators, host)
     rest = PassTime(operators=MICROBATCH_OPERATORS)
-    groups = parameter_groups(shape, layout, index)
-    copied = 0.0 if hardware.device.shard_seconds else sum(_copied(each, layout) for each in groups)
-    if moved := copied + sum(_accumulated(each, layout) for each in groups):
+    copies = layout.copies_shards and not hardware.device.shard_seconds
+    if moved := sum(_moved(each, layout, copies=copies) for each in parameter_groups(shape, layout, index)):
         rest += PassTime(pointwise=pointwise_seconds(hardware, moved))
     if index == 0:
         forward, backward = tower_time(shape, layout, hardware)
@@ -249,32 +248,21 @@ def _rank(
     return _RankTime(parts, again, seconds, seconds * first / parts.device)
 
 
-def _accumulated(group: ParameterGroup, layout: PlanLayout) -> float:
-    """Return the bytes that a microbatch moves on average to add its gradients to those of earlier ones.
+def _moved(group: ParameterGroup, layout: PlanLayout, *, copies: bool) -> float:
+    """Return the bytes that a microbatch moves on average to add its gradients to earlier ones, and in FSDP2's copies.
 
     FSDP2 adds bf16 gradients to whole gradients in the dtype of the reduction, which are read and written
     (`FSDPParam.accumulate_unsharded_grad_if_needed`). It casts those of the first microbatch
-    (`FSDPParam.to_accumulated_grad_if_needed`).
+    (`FSDPParam.to_accumulated_grad_if_needed`). Between the products, it copies gathered weights from a buffer, and
+    gradients to one (`foreach_all_gather_copy_out`, `foreach_reduce_scatter_copy_in`).
     """
-    m, reduced = layout.num_microbatches, layout.gradient_bytes
-    if group.sharding == "parameters" and group.shards > 1 and layout.keeps_whole_gradients:
-        cast = 2 + reduced if reduced != 2 else 0
-        return group.size * (cast + (m - 1) * (2 + 2 * reduced)) / m
-    return group.size * layout.accumulation_bytes * (m if layout.accumulates_first else m - 1) / m
-
-
-def _copied(group: ParameterGroup, layout: PlanLayout) -> float:
-    """Return the bytes that a microbatch copies on average between buffers of FSDP2's collectives and parameters.
-
-    Gathered weights are read and written (`foreach_all_gather_copy_out`), and so are gradients, in the dtype of the
-    reduction (`foreach_reduce_scatter_copy_in`). Both copies run between the products, in their stream.
-    """
-    if group.sharding != "parameters" or group.shards == 1 or not layout.copies_shards:
-        return 0.0
-    m, reduced = layout.num_microbatches, layout.gradient_bytes
+    m, reduced, whole = layout.num_microbatches, layout.gradient_bytes, layout.keeps_whole_gradients
+    if group.sharding != "parameters" or group.shards == 1:
+        return group.size * layout.accumulation_bytes * (m if layout.accumulates_first else m - 1) / m
+    added = (m - 1) * (2 + 2 * reduced) + (2 + reduced if reduced != 2 else 0) if whole else 0
     gathers = 1 if layout.pp > 1 else m * (2 - group.outside / group.size)
-    scattered = 2 * reduced if layout.keeps_whole_gradients else m * (2 + reduced)
-    return group.size * (2 * layout.weight_bytes * gathers + scattered) / m
+    copied = 2 * layout.weight_bytes * gathers + (2 * reduced if whole else m * (2 + reduced))
+    return group.size * (added + copied * copies) / m
 
 
 def transfer_seconds(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> float:
