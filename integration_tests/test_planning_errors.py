@@ -105,7 +105,7 @@ def test_a_row_of_an_unknown_model_is_not_read_as_another(
     given |= {"source": source, "system": system, "gpu": gpu, "gbs": "8", "mem_gib": "9", "tflops_gpu": "400"}
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS.split(","), restval="")
+        table: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS.split(","), restval="")
         table.writeheader()
         table.writerows(given | {"model": name} for name in (known, known.replace("L", "M").replace("4B", "3B")))
     assert [each.row["model"] for each in rows.read(path)] == [known]

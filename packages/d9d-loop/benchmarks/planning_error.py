@@ -7,7 +7,8 @@
 Each row is predicted with six constants fitted to the other folds: to at most 80 rows of its group, or with --shared of
 each group on the same hardware. Groups on DGX H100 and on Blackwell have few rows. They are first fitted together,
 without the held-out rows, and then each near the common constants, with a prior of the same width as that of the common
-fit. KempnerForge is fitted near the constants that ship for DGX H100. --shared also prints the half widths of intervals that contain 90 % of the held-out
+fit. KempnerForge is fitted near the constants that ship for DGX H100.
+--shared also prints the half widths of intervals that contain 90 % of the held-out
 times of each group, for dense and for sparse models. `covered` is the fraction of times within the interval of the
 hardware file, which comes from folds with another seed. `naive_mape` is the error of a naive model: model FLOPs (x 4/3
 with full recomputation), divided by the median rate of the group. With --shipped, each row is predicted with the
@@ -66,8 +67,8 @@ GENERATIONS = {
     "prime-rl": ("prime-rl h100-dgx", "prime-rl h200-dgx", "prime-rl b200-dgx"),
 }
 
-# Hardware whose constants are fitted near those that ship for another one: H200 and H100 are one chip, with other memory
-# and, in KempnerForge, other links.
+# Hardware whose constants are fitted near those that ship for another one: H200 and H100 are one chip, with other
+# memory and, in KempnerForge, other links.
 SAME_CHIP = {"h200-4ndr": "h100-dgx"}
 
 # Groups whose rows are not fitted: measured with another software system than the other groups of the cluster, or few.
@@ -137,8 +138,9 @@ _load = cache(Hardware.load)
 def fit_each(rows: Mapping[str, Sequence[Measured]], wanted: Container[str]) -> dict[str, Fitted]:
     """Return the constants of each wanted name, near those of all rows if there are several names."""
     if len(rows) == 1:
-        chips = {name: SAME_CHIP.get(kept[0].cluster) for name, kept in rows.items()}
-        return {name: fit(kept, _load(chip).fitted if (chip := chips[name]) else None) for name, kept in rows.items()}
+        ((name, kept),) = rows.items()
+        chip = SAME_CHIP.get(kept[0].cluster)
+        return {name: fit(kept, _load(chip).fitted if chip is not None else None)}
     every = fit([row for kept in rows.values() for row in _at_most(kept, 40, 0)], starts=1)
     return {name: fit(kept, every, starts=1) if kept else every for name, kept in rows.items() if name in wanted}
 
