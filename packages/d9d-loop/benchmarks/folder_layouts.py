@@ -3,37 +3,54 @@
     python packages/d9d-loop/benchmarks/folder_layouts.py
     python packages/d9d-loop/benchmarks/folder_layouts.py --only experts --repeats 5
 
-Each run is a job on local ranks with random weights; the runs of a case alternate, every other round in reverse order.
-Times are of the steps after the second one: wall time of rank 0, and the CPU time of all threads of all ranks.
+Local ranks have the engines of both models of a case, with random weights, and run their steps in turn, every other
+time in reverse order. Times are the wall time of rank 0, and the CPU time of all threads of all ranks.
 
 - `pipeline`: a Qwen3 of 12 layers, as a folder and as d9d's own family, 1F1B. The pipelines of `transformers` have no
   backward pass (`DistributedConfig(pp_size=...)` is for generation), so they are no peer in training.
-- `experts`: a Qwen3-MoE with 64 experts, its experts sharded over all ranks, and its layers tensor-parallel.
+- `experts`: a Qwen3-MoE with 64 experts, its experts sharded over all ranks, and its layers tensor-parallel. The bytes
+  are those of dispatched rows and their gradients, beside the fewest: one row for each other rank with its experts.
 - `memory`: the peak of each rank while a folder is loaded in pipeline stages, beside the parameters of its stage.
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import DistributedContext, StageInfo
 from d9d_dist.testing import RankPool
-from d9d_loop import Loss, ModelProvider, ModelReady, StepDone, Task, Trainer, TrainerConfig, hugging_face_model
+from d9d_loop import (
+    Engine,
+    EngineConfig,
+    Loss,
+    ModelProvider,
+    ModelReady,
+    Task,
+    Trainer,
+    TrainerConfig,
+    hugging_face_model,
+)
 from d9d_loop.jobs import NextToken
 from d9d_modules import Qwen3ForCausalLM, Qwen3Params, parallelize_decoder
+from d9d_moe import AllToAllDispatcher
+from d9d_moe.router import Routing
 from d9d_pipeline import Inputs
 
-VOCABULARY, WIDTH, LENGTH, ROWS, STEPS = 2048, 256, 128, 8, 8
+VOCABULARY, WIDTH, LENGTH, ROWS = 2048, 256, 128, 8
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -93,36 +110,74 @@ class OwnTask(Task):
         return Loss(outputs.sum(), weight=batch["labels"].numel())
 
 
-def train(folder: str, name: str, mesh: dict[str, int], runs: str) -> dict[str, float]:
-    """Train for some steps; return the medians of wall and CPU seconds of a step of this rank."""
+def steps(folder: str, meshes: dict[str, dict[str, int]], runs: str, repeats: int) -> dict[str, Any]:
+    """Run steps of engines in turn; return the wall and CPU seconds of each, and the bytes of dispatched rows."""
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCABULARY, (ROWS * STEPS, LENGTH + 1), generator=generator)
-    config = {
-        "steps": STEPS,
-        "batch": {"global_size": ROWS, "microbatch_size": 1 if "pipeline_parallel" in mesh else 2},
-        "mesh": mesh,
-        "run": {"folder": runs},
-        "checkpoint": {"every": 1000},
-        "trackers": (),
-        "rehearsal": False,
-        "export": False,
-        "logging": {"progress": False},
-        "resilience": {"health": {"enabled": False}},
-    }
-    own = name == "own family"
-    trainer = Trainer(
-        TrainerConfig.model_validate(config),
-        model=OwnFamily() if own else hugging_face_model(folder),
-        data=[{"input_ids": row[:-1], "labels": row[1:]} for row in ids],
-        task=OwnTask() if own else NextToken(),
-    )
-    times: list[tuple[float, float]] = []
-    trainer.events.on(StepDone, lambda _: times.append((time.perf_counter(), time.process_time())))
-    trainer.train()
-    pairs = list(pairwise(times[1:]))
-    taken = [[after[index] - before[index] for before, after in pairs] for index in (0, 1)]
-    return dict(zip(("wall", "cpu"), map(statistics.median, taken), strict=True))
+    rank, sent = int(os.environ["RANK"]), {"moved": 0, "bound": 0}
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row[None, :-1], "labels": row[None, 1:]} for row in ids]
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in meshes}
+    with ExitStack() as stack:
+        runnable: dict[str, Callable[[], object]] = {}
+        for name, mesh in meshes.items():
+            own = name == "own family"
+            config = {"mesh": mesh, "run": {"folder": f"{runs}/{name}"}, "health": {"enabled": False}}
+            model, task = (OwnFamily(), OwnTask()) if own else (hugging_face_model(folder), NextToken())
+            engine = stack.enter_context(
+                Engine.open(EngineConfig.model_validate(config | {"progress": False}), model=model, task=task)
+            )
+            parts = mesh.get("data_parallel_shard", 1)
+            batches = rows if "pipeline_parallel" in mesh else [_stacked(rows[rank % parts :: parts])]
+            runnable[name] = partial(_step, engine, batches, task.loss)
+        for repeat in range(repeats + 1):
+            for name in [*meshes][:: -1 if repeat % 2 else 1]:
+                before = time.perf_counter(), time.process_time()
+                with _counted(sent) if "experts" in meshes and not repeat else nullcontext():
+                    runnable[name]()
+                taken[name].append((time.perf_counter() - before[0], time.process_time() - before[1]))
+    return {"seconds": {name: times[1:] for name, times in taken.items()}, "bytes": sent}  # the first step warms up
+
+
+def _step(engine: Engine, batches: list[dict[str, Tensor]], loss: Callable[..., Loss]) -> None:
+    engine.forward_backward(batches, loss)
+    engine.step()
+    dist.barrier()
+
+
+def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+
+
+@final
+class _Sent(TorchDispatchMode):
+    """Adds the bytes of rows that dispatchers send to other ranks."""
+
+    def __init__(self, sent: dict[str, int]) -> None:
+        super().__init__()
+        self._sent = sent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            x, _, sizes, _ = args
+            if x.is_floating_point() and x.shape[-1] == WIDTH:
+                self._sent["moved"] += (sum(sizes) - sizes[dist.get_rank()]) * x[:1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _counted(sent: dict[str, int]) -> Generator[None]:
+    """Add the bytes that dispatchers send to other ranks, and the fewest for the same choices of experts."""
+    dispatch = AllToAllDispatcher.dispatch
+
+    def bounded(self: AllToAllDispatcher, x: Tensor, routing: Routing, *, num_experts: int) -> Any:
+        homes = routing.indices // (num_experts // dist.get_world_size())
+        is_there = torch.zeros(len(x), dist.get_world_size(), dtype=torch.bool).scatter_(1, homes, value=True)
+        is_there[:, dist.get_rank()] = False
+        sent["bound"] += 4 * int(is_there.sum()) * x[:1].nbytes  # to the experts and back, forward and backward
+        return dispatch(self, x, routing, num_experts=num_experts)
+
+    with mock.patch.object(AllToAllDispatcher, "dispatch", bounded), _Sent(sent):
+        yield
 
 
 def load(folder: str, mesh: dict[str, int], runs: str) -> dict[str, float]:
@@ -167,28 +222,31 @@ def status(field: str) -> int:
 
 
 def compare(folder: str, meshes: dict[str, dict[str, int]], ranks: int, repeats: int) -> dict[str, Any]:
-    """Return the seconds of each run of a case, and the ratios of the first to the others of the same round."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in meshes}
-    with RankPool() as pool, tempfile.TemporaryDirectory() as runs:
-        for repeat in range(repeats + 1):
-            for name in [*meshes][:: -1 if repeat % 2 else 1]:
-                run = f"{runs}/{repeat}{name}"
-                each = pool.run(train, folder, name, meshes[name], run, world_size=ranks, timeout=600.0)
-                if repeat:  # the first round warms up
-                    found[name].append({"wall": each[0]["wall"], "cpu": sum(rank["cpu"] for rank in each)})
-    base, *others = found
+    """Return the median seconds of the steps of a case, and the median ratio of the first to the second of a pair."""
+    with tempfile.TemporaryDirectory() as runs:
+        found = in_processes(steps, folder, meshes, runs, repeats, ranks=ranks)
+    seconds = {
+        name: {
+            "wall": [wall for wall, _ in found[0]["seconds"][name]],
+            "cpu": [
+                sum(cpu) for cpu in zip(*([cpu for _, cpu in each["seconds"][name]] for each in found), strict=True)
+            ],
+        }
+        for name in meshes
+    }
+    first, second = seconds.values()
+    ratios = {what: [a / b for a, b in zip(first[what], second[what], strict=True)] for what in first}
+    sent = {name: sum(each["bytes"][name] for each in found) for name in ("moved", "bound")}
     return {
         "seconds": {
-            name: {what: round(statistics.median(each[what] for each in times), 4) for what in ("wall", "cpu")}
-            for name, times in found.items()
+            name: {what: round(statistics.median(each[what]), 4) for what in each} for name, each in seconds.items()
         },
+        **{f"ratio of {what} to {[*meshes][1]}": round(statistics.median(each), 3) for what, each in ratios.items()},
         **{
-            f"ratio of {what} to {name}": round(
-                statistics.median(a[what] / b[what] for a, b in zip(found[base], found[name], strict=True)), 3
-            )
-            for name in others
-            for what in ("wall", "cpu")
+            f"quartiles of {what}": [round(x, 3) for x in statistics.quantiles(each)[::2]]
+            for what, each in ratios.items()
         },
+        **({"sent bytes": sent["moved"], "fewest bytes": sent["bound"]} if sent["bound"] else {}),
     }
 
 
@@ -201,7 +259,7 @@ def in_processes(function: Callable[..., Any], *args: Any, ranks: int) -> list[A
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=15)
     cases = ("pipeline", "experts", "memory")
     parser.add_argument("--only", choices=cases, nargs="+", default=cases)
     arguments = parser.parse_args()

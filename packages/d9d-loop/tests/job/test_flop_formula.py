@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from d9d_dist.collectives.consensus import gather_json
 from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches
 from d9d_metrics import transformer_flops_per_token
 
@@ -45,6 +46,15 @@ def test_pairs_are_those_of_the_mask(
     row_by_row = sum(formula.at(numbers_L[None]) for numbers_L in (torch.arange(1, length + 1) for length in lengths))
     assert formula.of_lengths(lengths) == row_by_row
     assert FlopFormula.from_json(formula.to_json()) == formula
+
+
+def test_images_that_were_not_measured_are_unknown_after_their_way_between_ranks() -> None:
+    formula = FlopFormula(per_row=1.0, images=ImageFlops(per_patch=None))
+    found = FlopFormula.from_json(gather_json(formula.to_json())[0])
+    assert found == formula
+    assert found.images is not None
+    assert found.images.of({}) == 0
+    assert math.isnan(found.images.of({"pixel_values": torch.ones(1, 3, 4, 4)}))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -64,14 +64,14 @@ class ImageFlops:
     size; those of zeros among several of a sample are padding. FLOPs of other sizes, and of videos, are not known.
 
     Attributes:
-        per_patch: FLOPs of a patch; of a pixel without sizes. NaN if no images were measured.
+        per_patch: FLOPs of a patch; of a pixel without sizes. `None` if no images were measured.
         per_pair: Window sizes in patches, vertically and horizontally, `None` for whole frames; and the FLOPs of a pair
             of patches in the same window, summed over heads and layers.
         patch_size: Pixels of a patch in each dimension, for `image_sizes`; `None` if these are not read.
         size: Measured height and width in pixels of tiles, without sizes of images.
     """
 
-    per_patch: float
+    per_patch: float | None
     per_pair: tuple[tuple[int | None, float], ...] = ()
     patch_size: int | None = None
     size: tuple[int, int] | None = None
@@ -83,6 +83,8 @@ class ImageFlops:
         pixels = inputs.get("pixel_values")
         if not isinstance(pixels, Tensor) or not pixels.numel():
             return 0.0
+        if self.per_patch is None:
+            return math.nan
         if (sizes_N3 := sizes_in_patches(inputs, self.patch_size)) is None:
             has_padding = pixels.dim() > 4
             num_tiles = pixels.flatten(0, -4).flatten(1).any(1).sum().double() if has_padding else len(pixels)

@@ -363,7 +363,7 @@ class _ImageCalls:
         """
         pixels: Any = inputs.get("pixel_values")
         if self._is_replaced and not (isinstance(pixels, Tensor) and pixels.numel()):
-            return ImageFlops(per_patch=math.nan)
+            return ImageFlops(per_patch=None)
         if not self._num_calls or pixels is None:
             return None
         products, attention = self._counter.flops["images"], self._attention.of_images

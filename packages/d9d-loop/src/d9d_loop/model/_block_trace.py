@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import StageInfo, UserError
+from d9d_loop.model.block_lists import block_lists, blocks_of
 from d9d_loop.model.built_model import meta_copy
 
 Path: TypeAlias = tuple[int | str, ...]
@@ -119,12 +120,27 @@ def trace_blocks(model: Any) -> BlockTrace:
 
 
 def find_blocks(model: Any, *, axis: str) -> tuple[Any, str]:
-    """Return a copy of a causal model on `meta`, and the name of its list of blocks; see `trace_blocks`."""
+    """Return a copy of a causal model on `meta`, and the name of its list of blocks; see `trace_blocks`.
+
+    It is the list with the most parameters among those whose blocks are called once, in order.
+    """
     model = on_meta(model)
     for name, module in model.named_modules():
         if any(part.isdigit() for part in name.split(".")):
             module.forward = partial(_forward_or_pass, module.forward)
-    return model, _find_blocks(model, axis)
+    lists = {name: list(layers) for name, layers in block_lists(model).items() if isinstance(layers, nn.ModuleList)}
+    calls: list[nn.Module] = []
+    handles = [block.register_forward_pre_hook(lambda module, _: calls.append(module)) for block in blocks_of(model)]
+    _run(model, axis)
+    for handle in handles:
+        handle.remove()
+    found = next((name for name, blocks in lists.items() if [each for each in calls if each in blocks] == blocks), None)
+    if found is None:
+        raise UserError(
+            f"{type(model).__name__} has no list of blocks that are called once each, in order; expected a decoder "
+            f"such as Llama's. Set {axis} to 1. (Lists: {', '.join(lists) or 'none'}.)"
+        )
+    return model, found
 
 
 def on_meta(model: Any) -> Any:
@@ -161,42 +177,18 @@ def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 def _run(model: Any, axis: str = "mesh.pipeline_parallel") -> Any:
     ids = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": ids, "attention_mask": ids} if _takes(model, "attention_mask") else {"input_ids": ids}
+    takes_mask = "attention_mask" in signature(model.forward).parameters
+    inputs = {"input_ids": ids, "attention_mask": ids} if takes_mask else {"input_ids": ids}
     try:
-        with torch.no_grad(), torch.device("meta"), MetaAnswers():
+        with torch.enable_grad(), torch.device("meta"), MetaAnswers():
             return model(**inputs)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"{axis} needs a forward of {type(model).__name__} on the device meta, which fails with "
             f"{type(error).__name__}: {error}; expected a causal decoder. Set {axis} to 1."
         ) from error
-
-
-def _takes(model: Any, name: str) -> bool:
-    return name in signature(model.forward).parameters
-
-
-def _find_blocks(model: nn.Module, axis: str) -> str:
-    """Return the name of the outermost module list with the most parameters whose modules are called once, in order."""
-    lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    lists = {name: blocks for name, blocks in lists.items() if blocks}
-    lists = {name: blocks for name, blocks in lists.items() if not any(name.startswith(f"{each}.") for each in lists)}
-    calls: list[nn.Module] = []
-    handles = [
-        block.register_forward_pre_hook(lambda module, _: calls.append(module))
-        for blocks in lists.values()
-        for block in {id(block): block for block in blocks}.values()
-    ]
-    _run(model, axis)
-    for handle in handles:
-        handle.remove()
-    found = {name: blocks for name, blocks in lists.items() if [each for each in calls if each in blocks] == blocks}
-    if not found:
-        raise UserError(
-            f"{type(model).__name__} has no list of blocks that are called once each, in order; expected a decoder "
-            f"such as Llama's. Set {axis} to 1. (Lists: {', '.join(lists) or 'none'}.)"
-        )
-    return max(found, key=lambda name: sum(p.numel() for block in found[name] for p in block.parameters()))
 
 
 def _record(trace: BlockTrace) -> None:
@@ -257,10 +249,11 @@ class _Positions(TorchDispatchMode):
                 self._kept.append(tensor)
                 trace.arguments.append(Argument(index, path, position, id(tensor)))
                 hidden = hidden or ((path, tensor) if position == index else None)
-        if hidden is None:
+        if hidden is None or not torch.is_grad_enabled():
+            why = "runs without gradients" if hidden else "receives nothing from the block before it"
             raise UserError(
-                f"{trace.blocks}.{index} of {type(trace.model).__name__} receives nothing from the block before it; "
-                "expected a chain of blocks. Set mesh.pipeline_parallel to 1."
+                f"{trace.blocks}.{index} of {type(trace.model).__name__} {why}; expected a chain of blocks, as torch "
+                "records it. Set mesh.pipeline_parallel to 1."
             )
         trace.hidden.append((hidden[0], hidden[1].shape))
         self._block = index

@@ -5,7 +5,8 @@ The model is built without weights; each rank then reads only the weights of its
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from d9d_loop.model._hugging_face_heads import Accepted
 from d9d_loop.model._hugging_face_masks import mask_packed_rows
 from d9d_loop.model._hugging_face_stage import Absent, cut_stage
 from d9d_loop.model._tower_cost import tower_cost
+from d9d_loop.model.block_lists import blocks_of
 from d9d_loop.model.export_notes import with_older_entries
 from d9d_loop.model.folder_dtypes import FolderDtypes
 from d9d_loop.model.model_provider import ModelProvider
@@ -55,8 +57,8 @@ def hugging_face_model(
     stages at its list of blocks.
 
     From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
-    buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block listed in the
-    model's `_no_split_modules` is sharded and gathered separately (`parallelize_hsdp`). Parameters outside of blocks
+    buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block is sharded and
+    gathered separately (`parallelize_hsdp`): each module of an outermost list of modules. Parameters outside of blocks
     are gathered together.
 
     The model is in training mode, as in the Trainer of `transformers`; `from_pretrained` returns evaluation mode.
@@ -185,7 +187,7 @@ class _HuggingFaceModel(ModelProvider):
         reshard = ctx.size("regular", "pp") == 1
         if experts:
             shard_experts(model, ctx, inner)
-        for block in _blocks(model):
+        for block in _gathered_blocks(model):
             parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner, reshard_after_forward=reshard)
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=precision, reshard_after_forward=reshard)
 
@@ -293,24 +295,15 @@ def _find_class(config: Any, model_class: Any) -> Any:
     return model_class
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks to gather separately, inner blocks first.
-
-    Blocks that share a parameter with other modules are excluded. The result is a list, because the caller replaces a
-    block's parameters before it takes the next block.
-    """
-    names: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+def _gathered_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks to gather separately: those of several modules that share no parameter with other modules."""
     uses = _num_uses(model)
-    blocks = [module for module in model.modules() if module is not model and type(module).__name__ in set(names)]
-    inside = [(block, _num_uses(block)) for block in reversed(blocks)]
+    blocks = [each for each in blocks_of(model) if any(True for _ in each.children())]
+    # The backward pass of a reversible layer (Reformer) calls inner modules.
+    inside = [(block, _num_uses(block)) for block in blocks if not hasattr(block, "backward_pass")]
     return [block for block, own in inside if own and all(uses[parameter] == count for parameter, count in own.items())]
 
 
-def _num_uses(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the number of module attributes that hold each parameter; more than 1 for tied parameters."""
-    uses: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                uses[parameter] = uses.get(parameter, 0) + 1
-    return uses
+def _num_uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """Return the number of modules that hold each parameter; more than 1 for tied parameters."""
+    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError, canonical_name
 from d9d_dist.errors import shorten
+from d9d_loop.model.block_lists import blocks_of
 
 
 @final
@@ -23,7 +24,7 @@ class ModelOptions:
     Attributes:
         freeze: Regular expressions, searched in the names of parameters to freeze.
         recompute: Regular expression for the whole names of modules, of which the outermost ones recompute their
-            activations in backward; "blocks" for the modules of the outermost lists; `None` for none.
+            activations in backward; "blocks" for the blocks of `block_lists`; `None` for none.
     """
 
     freeze: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class ModelOptions:
         if self.recompute is None:
             return []
         if self.recompute == "blocks":
-            return _blocks(model)
+            return blocks_of(model)
         pattern = _compiled(self.recompute, "activation_checkpointing")
         found: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
@@ -73,15 +74,6 @@ def _compiled(pattern: str, key: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}.") from None
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the outermost lists and dictionaries of modules that have a forward."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        found += child.children() if is_list else _blocks(child)
-    return found
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

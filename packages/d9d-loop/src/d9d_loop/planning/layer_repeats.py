@@ -12,9 +12,9 @@ from typing import Any, final
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo
+from d9d_loop.model.block_lists import Layers, block_lists
 from d9d_loop.model.model_provider import ModelProvider
 
-Layers = nn.ModuleList | nn.ModuleDict
 OnLayers = Callable[[Sequence[nn.Module], Sequence[nn.Module]], None]
 _MAX_PERIOD = 8
 
@@ -26,19 +26,6 @@ class Repeats:
     start: int
     period: int
     count: int
-
-
-def layer_list(model: nn.Module) -> tuple[str, Layers] | None:
-    """Return the list or dict of modules with the most parameters, and its name; `None` if there is none.
-
-    Those of a vision tower do not count.
-    """
-    decoder: Any = model
-    if hasattr(model, "get_image_features"):
-        decoder = decoder.get_decoder()
-    own = {*decoder.modules()}
-    found = [(name, each) for name, each in model.named_modules() if isinstance(each, Layers) and each in own]
-    return max(found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
 
 
 def repeats_of(layers: Layers) -> Repeats:
@@ -64,10 +51,10 @@ def without_repeats(model: nn.Module, drop: int) -> tuple[nn.Module, list[nn.Mod
     Returns:
         The copy, its layers, and the layers of the third repeat.
     """
-    found = layer_list(model)
-    if found is None:
+    lists = block_lists(model)
+    if not lists:
         return copy.deepcopy(model), [], []
-    name, layers = found
+    name, layers = next(iter(lists.items()))
     repeats = repeats_of(layers)
     first_dropped = repeats.start + repeats.period * (repeats.count - drop)
     dropped = range(first_dropped, repeats.start + repeats.period * repeats.count)

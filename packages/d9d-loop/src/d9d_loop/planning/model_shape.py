@@ -12,10 +12,11 @@ from torch.utils import _pytree as pytree
 from d9d_dist import UserError
 from d9d_dist.values.late_init import allocate
 from d9d_loop.job.plan import JobPlan
+from d9d_loop.model.block_lists import block_lists
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.dry_runs import on_fake
-from d9d_loop.planning.layer_repeats import layer_list, repeats_of, without_repeats
+from d9d_loop.planning.layer_repeats import repeats_of, without_repeats
 from d9d_loop.planning.step_record import Operation, recorded
 from d9d_loop.planning.vision_tower import TowerCall
 from d9d_loop.task import to_inputs
@@ -39,10 +40,10 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     batch = plan.first_batch()
     whole = to_inputs(plan.task.inputs(batch))
     inputs = to_inputs(plan.task.inputs(on_fake(plan, batch, fake)))
-    found = layer_list(model)
-    if found is None:
+    blocks = next(iter(block_lists(model).values()), None)
+    if blocks is None:
         raise _unknown("a ModuleList or ModuleDict of layers")
-    probe, layers, _ = without_repeats(model, repeats_of(found[1]).count - 1)
+    probe, layers, _ = without_repeats(model, repeats_of(blocks).count - 1)
     probe.to("meta")
     starts: list[int] = []
     call = TowerCall(probe)
@@ -67,7 +68,7 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     rows = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
     if not rows:
         raise _unknown("a tensor of token ids with a batch and a sequence dim in the task's inputs")
-    return replace(_shape(model, list(found[1].children()), record.operations), tower=tower), rows[0].shape[1]
+    return replace(_shape(model, list(blocks.children()), record.operations), tower=tower), rows[0].shape[1]
 
 
 class _LastLayerDone(Exception):  # noqa: N818 - no error

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from d9d_dist import Launch, StageInfo
 from d9d_dist.precision import PrecisionName
 from d9d_loop.job.plan import JobPlan
+from d9d_loop.model.block_lists import block_lists
 from d9d_loop.model.built_model import build_model
 from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.dry_runs import DryRun, fake_batch, placed, run_rank, stage_messages, without_fake_warnings
-from d9d_loop.planning.layer_repeats import ShortProvider, layer_list, repeats_of
+from d9d_loop.planning.layer_repeats import ShortProvider, repeats_of
 from d9d_loop.planning.step_record import RepeatMarks
 from d9d_pipeline.channel import Messages
 
@@ -106,8 +107,8 @@ class _ShortRuns:
 
         The number is 0 if a stage has no layer list, or no more than `kept` repeated blocks.
         """
-        found = [layer_list(self._whole(index)) for index in indices]
-        return min(0 if each is None else max(0, repeats_of(each[1]).count - kept) for each in found)
+        found = [next(iter(block_lists(self._whole(index)).values()), None) for index in indices]
+        return min(0 if layers is None else max(0, repeats_of(layers).count - kept) for layers in found)
 
     def _shortened(self, marks: RepeatMarks, repeat: list[nn.Module]) -> JobPlan:
         """Return the job's plan with repeats dropped from its stages; fill `repeat` with the marked layers."""

@@ -1,0 +1,34 @@
+"""Blocks of a model: the modules that are gathered, recomputed, cut into stages and planned as one.
+
+They are the modules of the outermost lists and dictionaries of modules. The blocks of a decoder are those of one list.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+Layers = nn.ModuleList | nn.ModuleDict
+
+
+def block_lists(model: Any) -> dict[str, Layers]:
+    """Return the lists of the blocks of a model by name, that with the most parameters first.
+
+    Lists of lists have no blocks, but their lists do. Blocks have parameters.
+    """
+    found: dict[str, Layers] = {}
+    for name, module in model.named_modules():  # outer modules first
+        if not isinstance(module, Layers) or name.startswith(tuple(f"{outer}." for outer in found)):
+            continue
+        children = list(module.children())
+        has_lists = any(isinstance(each, Layers) for each in children)
+        if not has_lists and any(each.numel() for child in children for each in child.parameters()):
+            found[name] = module
+    decoder: Any = model.get_decoder() if hasattr(model, "get_image_features") else model
+    own = {*decoder.modules()}
+    size = {name: sum(map(Tensor.numel, each.parameters())) for name, each in found.items()}
+    return dict(sorted(found.items(), key=lambda each: (each[1] not in own, -size[each[0]])))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of all lists of a model."""
+    return [block for layers in block_lists(model).values() for block in layers.children()]

@@ -1,0 +1,86 @@
+"""All routes have the same blocks: FSDP, recomputed activations, pipelines, context parallelism, and the planner."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from d9d_dist import MeshConfig, StageInfo
+from d9d_dist.testing import run_ranks
+from d9d_loop import hugging_face_model
+from d9d_loop.model._block_trace import trace_blocks
+from d9d_loop.model._context_trace import trace_context
+from d9d_loop.model.block_lists import block_lists, blocks_of
+from d9d_loop.model.model_options import ModelOptions
+from d9d_loop.planning.layer_repeats import without_repeats
+
+_SIZES = {
+    "ctrl": {"vocab_size": 32, "n_positions": 16, "n_embd": 8, "dff": 16, "n_layer": 3, "n_head": 2},
+    "llama": {
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    },
+}
+_BLOCKS = {"ctrl": "transformer.h", "llama": "model.layers"}
+
+
+def _model(name: str) -> tuple[Any, Any]:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(name, **_SIZES[name])
+    provider = hugging_face_model(config, transformers.AutoModelForCausalLM)
+    return provider, provider.build(StageInfo())
+
+
+def _gathered(name: str) -> set[str]:
+    provider, model = _model(name)
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        provider.parallelize(model.to_empty(device="meta"), ctx)
+    return {each for each, module in model.named_modules() if isinstance(module, FSDPModule) and module is not model}
+
+
+def _recomputed(model: nn.Module) -> set[str]:
+    def patched() -> set[str]:
+        return {name for name, module in model.named_modules() if "forward" in vars(module)}
+
+    before = patched()
+    ModelOptions(recompute="blocks").apply(model)
+    return patched() - before
+
+
+@pytest.mark.parametrize("name", _SIZES)  # the authors of CTRL name no modules that may not be split
+def test_all_routes_have_the_same_blocks(name: str) -> None:
+    _, model = _model(name)
+    copied, layers, _ = without_repeats(model, 0)
+    found = {
+        "planner": {each for each, module in copied.named_modules() if module in layers},
+        "pipelines": {f"{trace_blocks(model).blocks}.{index}" for index in range(3)},
+        "contexts": {f"{trace_context(model).blocks}.{index}" for index in range(3)},
+        "recomputed": _recomputed(model),
+        "gathered": run_ranks(_gathered, name, world_size=2)[0],
+    }
+    assert found == {route: {f"{_BLOCKS[name]}.{index}" for index in range(3)} for route in found}
+
+
+def _linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(2, 2) for _ in range(count)]
+
+
+def test_inner_lists_are_not_blocks_and_the_largest_list_is_first() -> None:
+    layer = nn.Module()
+    layer.add_module("experts", nn.ModuleList(_linears(3)))
+    lists = {
+        "small": nn.ModuleList(_linears(1)),
+        "large": nn.ModuleDict({"a": layer, "b": nn.Linear(2, 2)}),
+        "empty": nn.ModuleList(),
+        "parts": nn.ModuleList([nn.ModuleList(_linears(2)), nn.ModuleList(_linears(1))]),
+    }
+    model = nn.Module()
+    for name, each in lists.items():
+        model.add_module(name, each)
+    assert list(block_lists(model)) == ["large", "parts.0", "small", "parts.1"]
+    assert len(blocks_of(model)) == 6
