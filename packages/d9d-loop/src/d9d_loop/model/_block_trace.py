@@ -120,10 +120,7 @@ def trace_blocks(model: Any) -> BlockTrace:
 
 
 def find_blocks(model: Any, *, axis: str) -> tuple[Any, str]:
-    """Return a copy of a causal model on `meta`, and the name of its list of blocks; see `trace_blocks`.
-
-    It is the list with the most parameters among those whose blocks are called once, in order.
-    """
+    """Return a causal model's copy on `meta`, and the name of its largest list of blocks called once each, in order."""
     model = on_meta(model)
     for name, module in model.named_modules():
         if any(part.isdigit() for part in name.split(".")):

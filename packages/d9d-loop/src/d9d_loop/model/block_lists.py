@@ -1,7 +1,4 @@
-"""Blocks of a model: the modules that are gathered, recomputed, cut into stages and planned as one.
-
-They are the modules of the outermost lists and dictionaries of modules. The blocks of a decoder are those of one list.
-"""
+"""Blocks of a model: the modules that are gathered, recomputed, cut into stages and planned as one."""
 
 from typing import Any
 
@@ -11,9 +8,9 @@ Layers = nn.ModuleList | nn.ModuleDict
 
 
 def block_lists(model: Any) -> dict[str, Layers]:
-    """Return the lists of the blocks of a model by name, that with the most parameters first.
+    """Return the outermost lists and dictionaries of modules of a model, whose modules are the blocks, by name.
 
-    Lists of lists have no blocks, but their lists do. Blocks have parameters.
+    That of the decoder with the most is first. Lists of lists have no blocks, but their lists do. Blocks have parameters.
     """
     found: dict[str, Layers] = {}
     for name, module in model.named_modules():  # outer modules first
