@@ -439,6 +439,7 @@ READERS: Mapping[str, tuple[str, str]] = {
     "Gemma4Model": ("hidden_size_per_layer_input", "language_model.embed_tokens"),
     "Glm4vVisionEmbeddings": ("", "position_embedding"),  # interpolates the weight
     "Glm4vMoeVisionEmbeddings": ("", "position_embedding"),
+    "LongcatFlashTopkRouter": ("", "classifier"),
 }
 """Classes that read weights of a submodule outside of its forward: a key of the text that is not 0, and the name."""
 

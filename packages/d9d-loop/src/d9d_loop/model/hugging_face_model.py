@@ -35,6 +35,8 @@ from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_WITHOUT_CALLS = frozenset(("ReformerLayer", "SqueezeBertModule"))
+"""Blocks that other modules use without a call, which would gather them: by `forward`, or in a backward pass."""
 
 
 def hugging_face_model(
@@ -57,9 +59,8 @@ def hugging_face_model(
     stages at its list of blocks.
 
     From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
-    buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block is sharded and
-    gathered separately (`parallelize_hsdp`): each module of an outermost list of modules. Parameters outside of blocks
-    are gathered together.
+    buffers are bitwise equal to those of `from_pretrained`. Over data-parallel ranks, each block, a module of an
+    outermost list, is gathered separately (`parallelize_hsdp`). Parameters outside of blocks are gathered together.
 
     The model is in training mode, as in the Trainer of `transformers`; `from_pretrained` returns evaluation mode.
 
@@ -299,8 +300,7 @@ def _gathered_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks to gather separately: those of several modules that share no parameter with other modules."""
     uses = _num_uses(model)
     blocks = [each for each in blocks_of(model) if any(True for _ in each.children())]
-    # The backward pass of a reversible layer (Reformer) calls inner modules.
-    inside = [(block, _num_uses(block)) for block in blocks if not hasattr(block, "backward_pass")]
+    inside = [(block, _num_uses(block)) for block in blocks if type(block).__name__ not in _WITHOUT_CALLS]
     return [block for block, own in inside if own and all(uses[parameter] == count for parameter, count in own.items())]
 
 
