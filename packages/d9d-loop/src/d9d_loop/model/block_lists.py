@@ -10,7 +10,7 @@ Layers = nn.ModuleList | nn.ModuleDict
 def block_lists(model: Any) -> dict[str, Layers]:
     """Return the outermost lists and dictionaries of modules of a model, whose modules are the blocks, by name.
 
-    That of the decoder with the most is first. Lists of lists have no blocks, but their lists do. Blocks have parameters.
+    The largest of the decoder is first. Lists of lists have no blocks, but their lists do. Blocks have parameters.
     """
     found: dict[str, Layers] = {}
     for name, module in model.named_modules():  # outer modules first
@@ -20,7 +20,7 @@ def block_lists(model: Any) -> dict[str, Layers]:
         has_lists = any(isinstance(each, Layers) for each in children)
         if not has_lists and any(each.numel() for child in children for each in child.parameters()):
             found[name] = module
-    decoder: Any = model.get_decoder() if hasattr(model, "get_image_features") else model
+    decoder = model.get_decoder() if hasattr(model, "get_image_features") else model
     own = {*decoder.modules()}
     size = {name: sum(map(Tensor.numel, each.parameters())) for name, each in found.items()}
     return dict(sorted(found.items(), key=lambda each: (each[1] not in own, -size[each[0]])))
