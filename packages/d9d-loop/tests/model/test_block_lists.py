@@ -12,6 +12,7 @@ from d9d_loop import hugging_face_model
 from d9d_loop.model._block_trace import trace_blocks
 from d9d_loop.model._context_trace import trace_context
 from d9d_loop.model.block_lists import block_lists, blocks_of
+from d9d_loop.model.hugging_face_model import _gathered_blocks
 from d9d_loop.model.model_options import ModelOptions
 from d9d_loop.planning.layer_repeats import without_repeats
 
@@ -56,9 +57,10 @@ def _recomputed(model: nn.Module) -> set[str]:
 def test_all_routes_have_the_same_blocks(name: str) -> None:
     _, model = _model(name)
     copied, layers, _ = without_repeats(model, 0)
+    pipeline = trace_blocks(model)
     found = {
         "planner": {each for each, module in copied.named_modules() if module in layers},
-        "pipelines": {f"{trace_blocks(model).blocks}.{index}" for index in range(3)},
+        "pipelines": {f"{pipeline.blocks}.{index}" for index in range(pipeline.num_blocks)},
         "contexts": {f"{trace_context(model).blocks}.{index}" for index in range(3)},
         "recomputed": _recomputed(model),
         "gathered": run_ranks(_gathered, name, world_size=2)[0],
@@ -84,3 +86,28 @@ def test_inner_lists_are_not_blocks_and_the_largest_list_is_first() -> None:
         model.add_module(name, each)
     assert list(block_lists(model)) == ["large", "parts.0", "small", "parts.1"]
     assert len(blocks_of(model)) == 6
+
+
+def test_a_list_with_a_forward_is_a_block() -> None:
+    class Chain(nn.ModuleList):
+        def forward(self, x: Any) -> Any:
+            for each in self:
+                x = each(x)
+            return x
+
+    model = nn.Module()
+    model.add_module("layers", nn.ModuleList([Chain(_linears(2)), Chain(_linears(2))]))
+    assert list(block_lists(model)) == ["layers"]
+    assert blocks_of(model) == list(model.layers)
+
+
+def test_a_block_of_two_lists_is_one_block_and_what_it_shares_is_gathered_with_the_rest() -> None:
+    shared, own = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    mixed = nn.Module()
+    mixed.add_module("shared", shared)
+    mixed.add_module("own", own)
+    model = nn.Module()
+    model.add_module("encoder", nn.ModuleList([shared, nn.Sequential(nn.Linear(2, 2))]))
+    model.add_module("decoder", nn.ModuleList([shared, mixed]))
+    assert blocks_of(model).count(shared) == 1
+    assert _gathered_blocks(model) == [model.encoder[1], own]

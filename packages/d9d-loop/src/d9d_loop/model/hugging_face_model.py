@@ -297,13 +297,21 @@ def _find_class(config: Any, model_class: Any) -> Any:
 
 
 def _gathered_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks to gather separately: those of several modules that share no parameter with other modules."""
+    """Return the modules to gather separately: each block, or its parts, that share no parameter with other modules.
+
+    Modules without children, and those of `_WITHOUT_CALLS`, are gathered with the rest.
+    """
     uses = _num_uses(model)
-    blocks = [each for each in blocks_of(model) if any(True for _ in each.children())]
-    inside = [(block, _num_uses(block)) for block in blocks if type(block).__name__ not in _WITHOUT_CALLS]
-    return [block for block, own in inside if own and all(uses[parameter] == count for parameter, count in own.items())]
+
+    def is_whole(module: nn.Module) -> bool:
+        own = _num_uses(module) if any(True for _ in module.children()) else {}
+        return bool(own) and all(uses[parameter] == count for parameter, count in own.items())
+
+    blocks = [block for block in blocks_of(model) if type(block).__name__ not in _WITHOUT_CALLS]
+    parts = [part for block in blocks for part in ([block] if is_whole(block) else block.children())]
+    return [part for part in parts if is_whole(part)]
 
 
 def _num_uses(model: nn.Module) -> Counter[nn.Parameter]:
-    """Return the number of modules that hold each parameter; more than 1 for tied parameters."""
-    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    """Return the number of names of each parameter; more than 1 for tied parameters and in shared modules."""
+    return Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
