@@ -96,18 +96,19 @@ def test_a_list_with_a_forward_is_a_block() -> None:
             return x
 
     model = nn.Module()
-    model.add_module("layers", nn.ModuleList([Chain(_linears(2)), Chain(_linears(2))]))
+    chains = [Chain(_linears(2)), Chain(_linears(2))]
+    model.add_module("layers", nn.ModuleList(chains))
     assert list(block_lists(model)) == ["layers"]
-    assert blocks_of(model) == list(model.layers)
+    assert blocks_of(model) == chains
 
 
 def test_a_block_of_two_lists_is_one_block_and_what_it_shares_is_gathered_with_the_rest() -> None:
-    shared, own = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    shared, own, other = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     mixed = nn.Module()
     mixed.add_module("shared", shared)
     mixed.add_module("own", own)
     model = nn.Module()
-    model.add_module("encoder", nn.ModuleList([shared, nn.Sequential(nn.Linear(2, 2))]))
+    model.add_module("encoder", nn.ModuleList([shared, other]))
     model.add_module("decoder", nn.ModuleList([shared, mixed]))
     assert blocks_of(model).count(shared) == 1
-    assert _gathered_blocks(model) == [model.encoder[1], own]
+    assert _gathered_blocks(model) == [other, own]

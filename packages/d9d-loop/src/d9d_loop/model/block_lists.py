@@ -21,7 +21,7 @@ def block_lists(model: Any) -> dict[str, Layers]:
         has_lists = any(map(_is_list, children))
         if not has_lists and any(each.numel() for child in children for each in child.parameters()):
             found[name] = module
-    decoder = model.get_decoder() if hasattr(model, "get_image_features") else model
+    decoder = getattr(model, "get_decoder", lambda: model)() if hasattr(model, "get_image_features") else model
     own = {*decoder.modules()}
     size = {name: sum(map(Tensor.numel, each.parameters())) for name, each in found.items()}
     return dict(sorted(found.items(), key=lambda each: (each[1] not in own, -size[each[0]])))

@@ -297,15 +297,12 @@ def _find_class(config: Any, model_class: Any) -> Any:
 
 
 def _gathered_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to gather separately: each block, or its parts, that share no parameter with other modules.
-
-    Modules without children, and those of `_WITHOUT_CALLS`, are gathered with the rest.
-    """
+    """Return the modules to gather separately: each block, or its parts, that share no parameter with other modules."""
     uses = _num_uses(model)
 
     def is_whole(module: nn.Module) -> bool:
-        own = _num_uses(module) if any(True for _ in module.children()) else {}
-        return bool(own) and all(uses[parameter] == count for parameter, count in own.items())
+        own = _num_uses(module) if any(True for _ in module.children()) else Counter()
+        return bool(own) and own.items() <= uses.items()
 
     blocks = [block for block in blocks_of(model) if type(block).__name__ not in _WITHOUT_CALLS]
     parts = [part for block in blocks for part in ([block] if is_whole(block) else block.children())]
