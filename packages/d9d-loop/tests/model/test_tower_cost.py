@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import vision_cases
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from vision_cases import CHATS, assert_trained, plain_training, save_chats, save_model, vision_config, wide_norms
 
@@ -17,6 +18,7 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.jobs import text_trainer
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.model._tower_cost import _trained
 from d9d_loop.task import to_inputs
 
 NUM_BLOCKS = 10
@@ -70,6 +72,34 @@ def test_the_first_stage_has_as_many_blocks_fewer_as_the_tower_costs(family: str
     assert len(blocks) == (NUM_BLOCKS + cost + 1) // 2 - cost
     frozen = _plan(released, family, freeze=["vision_tower|visual|projector"])
     assert frozen.model.provider.virtual_layers == round(_cost(released, family, plan, passes=(1, 3)))
+
+
+def test_the_cost_is_in_the_share_of_a_block_that_a_rank_computes(released: Path) -> None:
+    cost = _plan(released, "gemma3").model.provider.virtual_layers
+    mesh = {"pipeline_parallel": 2, "tensor_parallel": 2}
+    config = vision_config(released / "gemma3", released / "chats.jsonl", released, mesh=mesh)
+    plan = text_trainer(config).plan_for(Launch(world_size=4, device="cpu"))
+    assert plan.model.provider.virtual_layers in (2 * cost - 1, 2 * cost, 2 * cost + 1)
+
+
+def test_experts_are_a_part_of_the_cost_of_a_block(tmp_path: Path) -> None:
+    save_chats(tmp_path, CHATS)
+    costs = []
+    for size in (16, 2048):
+        family = f"experts of {size}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(vision_cases.TEXT, "num_hidden_layers", NUM_BLOCKS)
+            sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size}
+            patch.setitem(vision_cases.FAMILIES, family, lambda sizes=sizes: vision_cases._qwen3(**sizes))
+            save_model(family, tmp_path / family)
+        costs.append(_plan(tmp_path, family).model.provider.virtual_layers)
+    assert costs[0] > 1 > costs[1]
+
+
+def test_gradients_of_inputs_reach_back_to_the_first_trained_parameter() -> None:
+    parameters = [nn.Parameter(torch.zeros(size), requires_grad=size == 2) for size in (5, 2, 3)]
+    assert _trained(parameters) == (0.5, 0.2)
+    assert _trained(parameters[:1]) == (0.0, 0.0)
 
 
 def _train(model: Path, file: Path, runs: Path) -> None:

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, DeclaresWindow
 from d9d_loop.job.backward_walk import walk_backward
 from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches, sizes_in_patches
+from d9d_loop.model.grouped_flops import grouped_flops
 from d9d_loop.model.known_values import known_values
 from d9d_loop.task import Task, to_inputs, with_reference
 from d9d_pipeline import Inputs
@@ -121,7 +122,7 @@ class _ProductCounter(TorchDispatchMode):
         if packet is torch.ops.aten.convolution_backward:
             flops = _convolution_gradients_flops(*args)
         elif packet is torch.ops.aten._grouped_mm:
-            flops = _grouped_flops(*args[:2])
+            flops = grouped_flops(*args[:2])
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=result))
         else:
@@ -135,12 +136,6 @@ def _convolution_gradients_flops(gradient: Tensor, x: Tensor, weight: Tensor, *o
     *_, is_transposed, _, _, needed = options
     positions = x if is_transposed else gradient
     return 2 * positions.numel() * weight[0].numel() * sum(needed[:2])
-
-
-def _grouped_flops(left: Tensor, right: Tensor) -> int:
-    """Return the FLOPs of a grouped product; each row, or column, of a 2-dim operand belongs to one group."""
-    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-    return 2 * rows * inner * columns * (len(left) if left.dim() == right.dim() == 3 else 1)
 
 
 @final

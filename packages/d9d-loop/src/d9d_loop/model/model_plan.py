@@ -124,7 +124,8 @@ def plan_model(
     shared_names: Mapping[str, tuple[int, ...]] = {}
     if program.num_stages > 1:
         if first_batch is not None:
-            provider.balance(built.module, lambda: to_inputs(task.inputs(first_batch())), num_parts=num_parts)
+            ranks = num_parts * mesh.tensor_parallel
+            provider.balance(built.module, lambda: to_inputs(task.inputs(first_batch())), num_parts=ranks)
         try:
             stages = build_stages(provider, program.num_stages, seed=seed)
         except UserError as error:

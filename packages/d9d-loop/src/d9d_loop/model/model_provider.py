@@ -62,7 +62,7 @@ class ModelProvider(ABC):
     def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:
         """Set `virtual_layers` from the inputs of a microbatch, before stages are built; the default sets 0.
 
-        `num_parts` is the number of context-parallel ranks.
+        `num_parts` is the number of context-parallel ranks, times that of tensor-parallel ranks.
         """
         self.virtual_layers = 0
 
