@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from torch._logging._internal import TorchLogsFormatter
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
@@ -94,6 +94,13 @@ def test_the_first_rank_of_a_lost_host_counts_the_ranks_of_uneven_nodes(
         rendezvous.configure_mock(**{"lost_nodes.return_value": [(2, "host2")], "is_broken.return_value": False})
         agent._stop_workers(groups[1])
     assert str(read_lost_host()).startswith("Rank 10 is missing: its process on host2")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_host_that_was_lost_before_it_named_its_ranks_stops_no_agent(*, fails: bool) -> None:
+    broken = mock.Mock(**{"check.side_effect": DistNetworkError("connection reset")})
+    store = broken if fails else HashStore()
+    assert elastic_agent._first_rank(2, mock.Mock(store=store, workers=[mock.Mock()] * 4)) == 8
 
 
 _NOTES_FIRST = "printf '5\\n2' > ../first_failure; "

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -145,8 +145,8 @@ class QuickAgent(LocalElasticAgent):
         is_quick = isinstance(rendezvous, QuickRendezvous)
         lost, is_broken = (rendezvous.lost_nodes(), rendezvous.is_broken()) if is_quick else ([], False)
         if lost:
-            (node, host), store = lost[0], cast("Any", worker_group.store)
-            write_lost_host(describe_lost_host(int(store.get(_first_rank_key(node))), host))
+            node, host = lost[0]
+            write_lost_host(describe_lost_host(_first_rank(node, worker_group), host))
         if lost or is_broken or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._end_ranks()
         super()._stop_workers(worker_group, *arguments, **named)
@@ -181,6 +181,15 @@ class QuickAgent(LocalElasticAgent):
 def _first_rank_key(node: int | None) -> str:
     """Return the key of a node's first rank in the store of a round."""
     return f"d9d/first_rank/{node}"
+
+
+def _first_rank(node: int, worker_group: WorkerGroup) -> int:
+    """Return the first rank of a lost node; as if all nodes had equally many ranks if its store does not answer."""
+    store: Any = worker_group.store
+    with suppress(RuntimeError):
+        if store.check([key := _first_rank_key(node)]):
+            return int(store.get(key))
+    return node * len(worker_group.workers)
 
 
 def _handled_signals() -> list[signal.Signals]:

@@ -44,7 +44,9 @@ def isolated_random(*parts: str | int, device: bool = False) -> Generator[None]:
 
 def seed_generators(*parts: str | int, device: bool = False) -> None:
     """Seed the generators as `isolated_random` does, without restoring their states."""
-    seeds.seed_generators(seeds.stream_key(*parts), device=device)
+    seeds.seed_generators(seeds.stream_key(*parts), device=False)
+    if device and torch.accelerator.is_available():  # only the current device, whose state is restored
+        torch.get_device_module().manual_seed(seeds.stream_key(*parts))
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from d9d_loop.config.preset import PresetConfig, look_beside_preset
 from d9d_loop.preset_job import preset_trainer
 from d9d_loop.result import export_adapters
 
+REHEARSES = True  # see quick_jobs.py
+
 _PROJECT = """
 import sys
 import torch

@@ -122,7 +122,7 @@ class _ProductCounter(TorchDispatchMode):
         if packet is torch.ops.aten.convolution_backward:
             flops = _convolution_gradients_flops(*args)
         elif packet is torch.ops.aten._grouped_mm:
-            flops = grouped_flops(*args[:2])
+            flops = grouped_flops(args[0].shape, args[1].shape)
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=result))
         else:

@@ -5,7 +5,7 @@ from itertools import dropwhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from d9d_loop.model._block_trace import find_blocks
@@ -23,7 +23,7 @@ def tower_cost(model: Any, inputs: Inputs, *, num_parts: int) -> int:
     if inputs.shared.get("pixel_values") is None or not hasattr(model.base_model, "get_image_features"):
         return 0
     on_meta, blocks = find_blocks(model, axis="mesh.pipeline_parallel")
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _of_grouped})
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_flops})
     try:
         with torch.no_grad(), known_values(), counter:
             on_meta(*inputs.first, **inputs.shared)
@@ -42,13 +42,6 @@ def tower_cost(model: Any, inputs: Inputs, *, num_parts: int) -> int:
     passes = 1 + reach + share  # forward, and the gradients of inputs and of trained weights
     passes_of_texts = 1 + (1 if share else reach_of_texts) + share_of_texts
     return round(passes * of_tower / (passes_of_texts * of_block / num_parts))
-
-
-def _of_grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    return grouped_flops(left, right)
-
-
-_of_grouped._get_raw = True  # ty: ignore[missing-attribute]  (FlopCounterMode then passes tensors, not shapes)
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> tuple[float, float]:

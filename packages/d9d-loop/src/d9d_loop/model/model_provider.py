@@ -59,12 +59,11 @@ class ModelProvider(ABC):
         loading weights. Pipeline stages then take their values from the whole model, `build(StageInfo())`, by name.
         """
 
-    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:
-        """Set `virtual_layers` from the inputs of a microbatch, before stages are built; the default sets 0.
+    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:  # noqa: B027 - optional
+        """Set `virtual_layers` from the inputs of a microbatch, before stages are built; the default keeps it.
 
         `num_parts` is the number of context-parallel ranks, times that of tensor-parallel ranks.
         """
-        self.virtual_layers = 0
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize one stage in place. The default is HSDP over the dense mesh, in the precision of the job.
