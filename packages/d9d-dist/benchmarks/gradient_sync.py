@@ -4,9 +4,6 @@
 
 Prints one JSON line per number of ranks. DDP runs with its defaults, and with `gradient_as_bucket_view`. All run in the
 same processes, alternately in each repetition, so other load on the machine affects all; compare ratios, not seconds.
-In the cases "memory kept", malloc keeps freed memory, as the allocators of accelerators do. By default it returns
-large blocks to the system, so a step that writes fresh gradients pays for page faults; DDP frees each gradient after
-its copy to a bucket, and the next one reuses its pages.
 To all-reduce B bytes over n ranks, each rank has to send at least 2 (n - 1) / n B bytes; a ring reaches this bound.
 """
 
@@ -31,8 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from d9d_dist import MeshConfig, parallelize_replicate
 from d9d_dist.gradients.gradient_sync import GradientSync
 from d9d_dist.testing import run_ranks
-
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**29)}
 
 
 class Block(nn.Module):
@@ -108,7 +103,7 @@ def handed_bytes(step: Callable[[], None]) -> int:
     return total
 
 
-def summary(case: str, num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
+def summary(num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
     """Return the medians and the spread on rank 0; barriers align the ranks."""
     seconds = found["seconds"]
     ratios = {
@@ -117,7 +112,7 @@ def summary(case: str, num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
     }
     gradient_bytes = 4 * found["num_parameters"]
     return {
-        "case": case,
+        "case": f"on {num_ranks} ranks",
         "parameters": found["num_parameters"],
         "seconds": {name: round(statistics.median(each), 4) for name, each in seconds.items()},
         "ratios": {name: round(middle, 3) for name, (_, middle, _) in ratios.items()},
@@ -141,12 +136,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Ranks import a function by its module name, so it cannot be in `__main__`.
     function = importlib.import_module(Path(__file__).stem).measure
-    options = (arguments.repeats, arguments.blocks, arguments.width, arguments.batch)
-    for what, settings in {"": {}, ", memory kept": KEPT}.items():
-        os.environ.update(settings)  # of the ranks, which are new processes
-        for num_ranks in arguments.ranks:
-            found = run_ranks(function, *options, world_size=num_ranks, timeout=600.0)[0]
-            print(json.dumps(summary(f"on {num_ranks} ranks{what}", num_ranks, found)))
+    for num_ranks in arguments.ranks:
+        options = (arguments.repeats, arguments.blocks, arguments.width, arguments.batch)
+        print(json.dumps(summary(num_ranks, run_ranks(function, *options, world_size=num_ranks, timeout=600.0)[0])))
 
 
 if __name__ == "__main__":
