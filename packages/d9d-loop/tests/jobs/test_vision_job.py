@@ -328,6 +328,15 @@ def test_a_folder_without_images_is_an_error(model: Path, file: Path, tmp_path: 
         text_trainer(vision_config(tmp_path / "llama", file, tmp_path))
 
 
+def test_samples_can_be_collated_again(model: Path, file: Path, tmp_path: Path) -> None:
+    data = image_chats(vision_config(model, file, tmp_path), print)
+    stream = data.training(seed=0)
+    samples = [stream.read(0), stream.read(2)]
+    first, second = data.collate(samples), data.collate(samples)
+    assert first["pixel_values"].equal(second["pixel_values"])
+    assert first["input_ids"].equal(second["input_ids"])
+
+
 def test_the_collator_can_be_sent_to_a_worker(model: Path, file: Path, tmp_path: Path) -> None:
     data = image_chats(vision_config(model, file, tmp_path), print)
     stream = data.training(seed=0)

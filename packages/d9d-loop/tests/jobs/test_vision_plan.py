@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
-from vision_cases import CHATS, FAMILIES, save_chats, save_model, vision_config
+from vision_cases import CHATS, FAMILIES, chat, image, save_chats, save_model, text, vision_config
 
 from d9d_dist import Launch
 from d9d_loop import Trainer
@@ -107,11 +107,42 @@ MESHES: dict[str, dict[str, int]] = {
 def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) -> None:
     trainer = _trainer(released, family, mesh=MESHES[mesh])
     plan = plan_cluster(trainer, world_size=2, hardware="h100-dgx")
+    shape = plan.timed.shape
+    assert shape.tower is not None
+    transformers: Any = import_module("transformers")
+    of_text = transformers.AutoConfig.from_pretrained(released / family).text_config
+    assert (shape.vocab_size, shape.hidden_size) == (of_text.vocab_size, of_text.hidden_size)
+    inner = 0 if family == "qwen3_vl_moe" else of_text.intermediate_size  # all of its layers have experts
+    assert (shape.num_layers, shape.intermediate_size) == (of_text.num_hidden_layers, inner)
+    heads = (
+        of_text.num_attention_heads,
+        of_text.num_key_value_heads,
+        of_text.hidden_size // of_text.num_attention_heads,
+    )
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == heads
+    assert plan.layout.recompute == "none"
+    assert plan.memory[0].parameters > 0
+
+
+@pytest.mark.parametrize("freeze", [[], ["visual"]])
+@pytest.mark.parametrize(("recompute", "modules"), [("none", None), ("full", "blocks")])
+def test_a_frozen_tower_is_no_recomputation(
+    freeze: list[str], recompute: str, modules: str | None, released: Path
+) -> None:
+    trainer = _trainer(released, "qwen2_5_vl", freeze=freeze, activation_checkpointing=modules)
+    plan = plan_cluster(trainer, world_size=1, hardware="h100-dgx")
+    assert (plan.layout.recompute, plan.layout.recompute_every) == (recompute, 1)
+
+
+def test_a_tower_as_long_as_the_rows_is_no_context_parallelism_by_heads(tmp_path: Path) -> None:
+    chats = save_chats(tmp_path, [chat([image(0), text("what is it, and where")], "a cat")] * 4)
+    folder = save_model("mistral3", tmp_path / "model")
+    trainer = text_trainer(vision_config(folder, chats, tmp_path, mesh=MESHES["context"]))
+    plan = plan_cluster(trainer, world_size=2, hardware="h100-dgx")
     tower = plan.timed.shape.tower
     assert tower is not None
-    assert plan.timed.shape.flops_per_token(1) - tower.flops > 0
-    first = plan.memory[0]
-    assert first.parameters > 0
+    assert {each.shapes[0][-2] for each in tower.forward if "scaled_dot" in each.name} == {plan.layout.length}
+    assert not any("context parallelism" in each for each in plan.timed.not_modeled)
 
 
 def test_packed_rows_are_planned(released: Path) -> None:

@@ -50,7 +50,7 @@ _NUM_CHECKED, _BYTES_CHECKED = 50_000, 1 << 28
 """Largest number of samples whose files are looked up before training, and of bytes of images that are read for it."""
 _NUM_TRIED = 64
 _BYTES_AT_ONCE = 1 << 20
-"""Bytes of decoded images that the processor converts at once: it needs many times as much meanwhile."""
+"""Bytes of decoded images after which the processor converts: it needs many times as much meanwhile."""
 _STAND_IN = Conversation(
     [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "."}]}], first_trained=1
 )
@@ -284,7 +284,7 @@ class ImageCollator:
         self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return the batch of samples. Their images are freed as soon as they are pixels."""
+        """Return the batch of samples."""
         groups = [[each] for each in samples] if self._packer is None else samples
         group_of = [number for number, group in enumerate(groups) for _ in group]
         given = {index: rows for index, rows in enumerate(chain.from_iterable(groups)) if rows is not None}
@@ -348,10 +348,7 @@ class ImageCollator:
         return min(len(ids), self._length) if self._fits(row, labels, end) else 0
 
     def _process_kept(self, samples: dict[int, Sequence[ImageRow]]) -> tuple[dict[str, Tensor], list[int]] | None:
-        """Return what `_process` returns for samples, without those that are skipped, which are removed; or `None`.
-
-        The decoded images are freed.
-        """
+        """Return what `_process` returns for samples, without those that are skipped, which are removed; or `None`."""
         while samples:
             rows = [row for of_sample in samples.values() for row in of_sample]
             try:
@@ -370,8 +367,6 @@ class ImageCollator:
                 pairs = zip(starts, samples, strict=True)
                 skipped = [index for start, index in pairs if not all(fits[start : start + self._num_each])]
                 if not skipped:
-                    for row in rows:
-                        row.images.clear()
                     return batch, ends
             for index in skipped:
                 del samples[index]
@@ -432,7 +427,7 @@ class ImageCollator:
 
 
 def _portions(samples: dict[int, Sequence[ImageRow]]) -> list[dict[int, Sequence[ImageRow]]]:
-    """Return samples in portions of about `_BYTES_AT_ONCE` of images."""
+    """Return samples in portions, of which each ends with the sample that reaches `_BYTES_AT_ONCE` of images."""
     portions: list[dict[int, Sequence[ImageRow]]] = [{}]
     num_bytes = 0
     for index, rows in samples.items():

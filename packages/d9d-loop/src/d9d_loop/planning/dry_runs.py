@@ -109,10 +109,10 @@ class DryRun:
 
     @property
     def attention_calls(self) -> tuple[int, int]:
-        """Numbers of calls of attention's forward and backward kernels."""
-        names = [each.name for each in self.forward_backward.operations if "scaled_dot_product" in each.name]
-        backward = sum("backward" in name for name in names)
-        return len(names) - backward, backward
+        """Numbers of calls of attention's forward kernel that are recomputed, and of its backward kernel."""
+        calls = [each for each in self.forward_backward.operations if "scaled_dot_product" in each.name]
+        backward = sum("backward" in each.name for each in calls)
+        return sum(each.is_recomputed and "backward" not in each.name for each in calls), backward
 
 
 def dry_run(

@@ -64,9 +64,9 @@ def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
         (again if each.is_recomputed else once)[each.name] += 1
         if each.flops and each.is_recomputed:
             products.add(each.name)
-    forward, backward = run.attention_calls
-    if backward and forward > backward:
-        return "full", max(1, round(backward / (forward - backward)))
+    repeated, backward = run.attention_calls
+    if backward and repeated:
+        return "full", max(1, round(backward / repeated))
     if not again:
         return "none", 1
     share = max(min(1.0, count / once[name]) for name, count in again.items() if name in once)
@@ -77,7 +77,7 @@ def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: Deco
     """Return the traits of a job that change its step time, but that the time model ignores."""
     operators = {each.name for each in run.forward_backward.operations}
     found = []
-    if (method := _context_method(run, layout)) is not None:
+    if (method := _context_method(run, layout, shape)) is not None:
         found.append(f"context parallelism by {method} (timed as an all-gather)")
     if layout.ep > 1 and not any(each.name == "all_to_all" for each in run.forward_backward.collectives):
         found.append("the job's own dispatch of experts (timed as an all-to-all)")
@@ -127,11 +127,13 @@ def _splits_sequences(run: DryRun, layout: PlanLayout) -> bool:
     )
 
 
-def _context_method(run: DryRun, layout: PlanLayout) -> str | None:
+def _context_method(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> str | None:
     """Return the context-parallel method; None for all-gathers of keys and values, or without context parallelism."""
     if layout.cp == 1:
         return None
-    attention = next((each for each in run.forward_backward.operations if "scaled_dot_product" in each.name), None)
+    own = {each.shapes for each in shape.tower.forward} if shape.tower else set()
+    operations = (each for each in run.forward_backward.operations if each.shapes not in own)
+    attention = next((each for each in operations if "scaled_dot_product" in each.name), None)
     if attention is None:
         return "a ring, or another method without scaled_dot_product_attention"
     return "all-to-all of heads" if attention.shapes[0][-2] == layout.length else None

@@ -68,7 +68,8 @@ def shape_of_job(plan: JobPlan) -> tuple[DecoderShape, int]:
     rows = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
     if not rows:
         raise _unknown("a tensor of token ids with a batch and a sequence dim in the task's inputs")
-    return replace(_shape(model, list(blocks.children()), record.operations), tower=tower), rows[0].shape[1]
+    operations = record.operations[starts[0] :]  # a tower runs before
+    return replace(_shape(model, list(blocks.children()), operations), tower=tower), rows[0].shape[1]
 
 
 class _LastLayerDone(Exception):  # noqa: N818 - no error
