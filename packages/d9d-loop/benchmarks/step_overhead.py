@@ -206,7 +206,7 @@ def lightning(samples: list[Batch], steps: int, build: Build) -> None:
 
 
 def seconds_of_step(train: Train, samples: list[Batch], steps: int, build: Build, clock: Clock) -> float:
-    """Return the time of a step, without start-up: the first collection of garbage, after 100 steps, is a part of it."""
+    """Return the time of a step, without start-up and the first collection of garbage, which is after 100 steps."""
     short = steps // 2
     times = []
     for length in (steps, short):
