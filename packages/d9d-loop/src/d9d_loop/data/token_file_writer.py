@@ -197,8 +197,7 @@ def write_once(folder: Path, write: Callable[[], object]) -> None:
     """Call `write`, which writes a folder, if there is no such folder. All ranks of a job may call this at once.
 
     One rank of each machine writes, and the others wait for it. Each writes a temporary folder, and the first one to
-    finish renames its folder into place. If `write` raises `UserError`, the ranks of its
-    machine that wait raise it too.
+    finish renames its folder into place. If `write` raises `UserError`, waiting ranks of its machine raise it too.
     """
     key = str(folder.resolve())
     failure = Path(tempfile.gettempdir()) / f"d9d-failed-{os.getuid()}-{zlib.crc32(key.encode()):08x}"
