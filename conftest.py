@@ -36,7 +36,7 @@ from forked_workers import fork_workers
 from hypothesis import core, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
-from quick_jobs import start_quickly
+from quick_jobs import fork_quick_ranks, start_quickly
 
 _LANES = {
     "integration_tests/test_oracle.py": "oracle",
@@ -273,6 +273,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             importlib.import_module("peft")
     if not (session.config.option.all or session.config.option.slow) and "d9d_loop.job.trainer" in sys.modules:
         start_quickly()
+        fork_quick_ranks()
 
 
 def _seed_torch(item: pytest.Item) -> None:
