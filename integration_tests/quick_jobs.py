@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,13 @@ def start_quickly() -> None:
     """Let jobs in this process, and in ranks that are forked from it, start without rehearsal, FLOPs and calls of git.
 
     They take 0.1 s in forked processes, far more with a model of `transformers`. A module whose tests need them sets
-    `REHEARSES = True`. The files of imported modules are looked up once.
+    `REHEARSES = True`. The health check has small tensors, unless its section sets their sizes. Digests of the user's
+    code leave out the modules that are imported now, which are those of all tests.
     """
     training: Any = importlib.import_module("d9d_loop.job.training")
     run_files: Any = importlib.import_module("d9d_loop.job.run_files")
-    rehearse = training.rehearse
+    start: Any = importlib.import_module("d9d_loop.engine.start")
+    rehearse, check_health = training.rehearse, start.check_health
 
     def rehearse_if_asked(plan: Any) -> Any:
         frame = sys._getframe()
@@ -29,9 +32,23 @@ def start_quickly() -> None:
             frame = frame.f_back
         return None
 
-    training.rehearse = rehearse_if_asked
+    def check_with_small_tensors(config: Any, **options: Any) -> Any:
+        small = {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}
+        given = {name: getattr(config, name) for name in config.model_fields_set}
+        return check_health(config.model_copy(update={**small, **given}), **options)
+
+    training.rehearse, start.check_health = rehearse_if_asked, check_with_small_tensors
     run_files._commit = cache(run_files._commit)
-    importlib.import_module("d9d_loop.engine.code_digest").source_digests()
+    code_digest: Any = importlib.import_module("d9d_loop.engine.code_digest")
+    digests, of_tests = code_digest.source_digests, frozenset(sys.modules)
+
+    def digests_of_other_modules(weights: Path | None = None) -> dict[str, str]:
+        others = {name: module for name, module in sys.modules.items() if name not in of_tests}
+        with mock.patch.object(code_digest, "sys", SimpleNamespace(modules=others)):
+            return digests(weights)
+
+    for name in ("d9d_loop.job.plan", "d9d_loop.inference.inference"):
+        importlib.import_module(name).source_digests = digests_of_other_modules  # ty: ignore[missing-attribute]
 
 
 def fork_quick_ranks() -> None:

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from private_names import defined_names, has_attribute, private_names, resolve
+from private_names import defined_names, has_attribute, nodes_of, private_names, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = tomllib.loads((ROOT / "integration_tests" / "private_names.toml").read_text(encoding="utf-8"))
@@ -21,6 +21,7 @@ def used() -> dict[str, set[str]]:
     for path, text in texts.items():
         for name in private_names(text, ours=ours):
             found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    nodes_of.cache_clear()  # garbage collection visits what is cached
     return found
 
 

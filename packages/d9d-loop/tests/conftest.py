@@ -15,3 +15,9 @@ sys.path.append(str(Path(__file__).parent))
 def ctx() -> Iterator[DistributedContext]:
     with MeshConfig().build() as ctx:
         yield ctx
+
+
+@pytest.fixture
+def rehearses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs that a test starts in this process be rehearsed; see `quick_jobs.py`."""
+    monkeypatch.setitem(vars(request.module), "REHEARSES", True)

@@ -25,8 +25,6 @@ from d9d_loop.jobs.text_groups import text_groups
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_metrics import read_metrics
 
-REHEARSES = True  # see quick_jobs.py
-
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -422,6 +420,7 @@ def test_the_loss_of_a_chat_equals_transformers_on_the_answer(folder: Path, tmp_
     assert_rounds_like([found], [exact[None]], peer=[peer(ids, labels=labels).loss.detach()[None]])
 
 
+@pytest.mark.usefixtures("rehearses")
 def test_a_new_model_of_a_family_learns_bytes(folder: Path, tmp_path: Path) -> None:
     run = _train(_config(folder, tmp_path, "pretrain", model={"family": "qwen3", **SIZES}, steps=8))
     losses = _losses(run)
@@ -826,6 +825,7 @@ def test_a_job_notices_other_data_other_tokens_and_another_template(
     assert identity(lines) != before
 
 
+@pytest.mark.usefixtures("rehearses")
 @pytest.mark.parametrize("job", ["classify", "sft"])
 def test_a_function_of_all_predictions_is_named_in_the_file(
     job: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -389,8 +389,8 @@ def test_other_classes_than_those_of_a_classifier_are_an_error_or_asked_for(tmp_
     assert _classifier(run / "export").config.label2id == {"b": 0, "a": 1}
 
 
-def test_a_text_without_tokens_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "REHEARSES", True)
+@pytest.mark.usefixtures("rehearses")
+def test_a_text_without_tokens_is_an_error(tmp_path: Path) -> None:
     model = _qwen3(tmp_path / "model")
     byte_tokenizer(adds_special=False).save(str(model / "tokenizer.json"))
     file = write_lines(tmp_path / "l.jsonl", [{"text": "", "label": n % 2} for n in range(4)])

@@ -38,8 +38,6 @@ from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.result import chat as chat_command
 from d9d_metrics import read_metrics
 
-REHEARSES = True  # see quick_jobs.py
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -374,6 +372,7 @@ def test_a_job_in_workers_resumes_on_another_mesh_and_exports_its_processor(
     assert trained.generate(**inputs, max_new_tokens=2).shape[0] == 1
 
 
+@pytest.mark.usefixtures("rehearses")
 def test_parts_are_frozen_adapted_or_trained_in_full_and_have_learning_rates(
     model: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -404,6 +403,7 @@ def test_parts_are_frozen_adapted_or_trained_in_full_and_have_learning_rates(
         _train(vision_config(model, file, tmp_path / "none", adapter={**adapter, "full": "nothing"}))
 
 
+@pytest.mark.usefixtures("rehearses")
 def test_prompts_and_held_out_chats(model: Path, file: Path, tmp_path: Path) -> None:
     data = {"files": [file], "length": 160, "held_out": 0.25}
     run = _train(vision_config(model, file, tmp_path, dataset=data, prompts=["hi"], steps=1))

@@ -105,7 +105,7 @@ MESHES: dict[str, dict[str, int]] = {
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) -> None:
-    trainer = _trainer(released, family, mesh=MESHES[mesh])
+    trainer = _trainer(released, family, mesh=MESHES[mesh], batch={"global_size": 2, "microbatch_size": 1})
     plan = plan_cluster(trainer, world_size=2, hardware="h100-dgx")
     shape = plan.timed.shape
     assert shape.tower is not None
@@ -129,7 +129,8 @@ def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) ->
 def test_a_frozen_tower_is_no_recomputation(
     freeze: list[str], recompute: str, modules: str | None, released: Path
 ) -> None:
-    trainer = _trainer(released, "qwen2_5_vl", freeze=freeze, activation_checkpointing=modules)
+    batch = {"global_size": 1, "microbatch_size": 1}
+    trainer = _trainer(released, "qwen2_5_vl", freeze=freeze, activation_checkpointing=modules, batch=batch)
     plan = plan_cluster(trainer, world_size=1, hardware="h100-dgx")
     assert (plan.layout.recompute, plan.layout.recompute_every) == (recompute, 1)
 
@@ -137,7 +138,8 @@ def test_a_frozen_tower_is_no_recomputation(
 def test_a_tower_as_long_as_the_rows_is_no_context_parallelism_by_heads(tmp_path: Path) -> None:
     chats = save_chats(tmp_path, [chat([image(0), text("what is it, and where")], "a cat")] * 4)
     folder = save_model("mistral3", tmp_path / "model")
-    trainer = text_trainer(vision_config(folder, chats, tmp_path, mesh=MESHES["context"]))
+    batch = {"global_size": 1, "microbatch_size": 1}
+    trainer = text_trainer(vision_config(folder, chats, tmp_path, mesh=MESHES["context"], batch=batch))
     plan = plan_cluster(trainer, world_size=2, hardware="h100-dgx")
     tower = plan.timed.shape.tower
     assert tower is not None
@@ -147,6 +149,6 @@ def test_a_tower_as_long_as_the_rows_is_no_context_parallelism_by_heads(tmp_path
 
 def test_packed_rows_are_planned(released: Path) -> None:
     dataset = {"files": [released / "chats.jsonl"], "length": 160, "packing": True}
-    trainer = _trainer(released, "qwen2_5_vl", dataset=dataset)
+    trainer = _trainer(released, "qwen2_5_vl", dataset=dataset, batch={"global_size": 1, "microbatch_size": 1})
     plan = plan_cluster(trainer, world_size=1, hardware="h100-dgx")
     assert 100 < plan.layout.length <= 160
