@@ -5,6 +5,9 @@
 Prints one JSON line per number of ranks. DDP runs with its defaults, and with `gradient_as_bucket_view`. All run in the
 same processes, alternately in each repetition, so other load on the machine affects all; compare ratios, not seconds.
 To all-reduce B bytes over n ranks, each rank has to send at least 2 (n - 1) / n B bytes; a ring reaches this bound.
+
+`uncopied` is our step without the copy of each gradient, and `alone` the step without any reduction. They bound what
+can be saved: a gradient that another tensor shares would be reduced under its reader without the copy.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from d9d_dist import MeshConfig, parallelize_replicate
+from d9d_dist.gradients import _owned_gradient
 from d9d_dist.gradients.gradient_sync import GradientSync
 from d9d_dist.testing import run_ranks
 
@@ -59,6 +63,7 @@ def measure(repeats: int, num_blocks: int, width: int, batch: int) -> dict[str, 
         }
         parallelize_replicate(ours, ctx.mesh_for("dense")["dp_replicate"])
         sync = GradientSync(ours)
+        alone = build(num_blocks, width)
         x = torch.randn(batch, width, generator=torch.Generator().manual_seed(ctx.rank))
 
         def step_ours() -> None:
@@ -70,8 +75,16 @@ def measure(repeats: int, num_blocks: int, width: int, batch: int) -> dict[str, 
             model.zero_grad()
             model(x).square().sum().backward()
 
+        def step_uncopied() -> None:
+            with mock.patch.object(
+                _owned_gradient._OwnGradient, "backward", staticmethod(lambda ctx, *grads: grads[0])
+            ):
+                step_ours()
+
         steps: dict[str, Callable[[], None]] = {
             "ours": step_ours,
+            "uncopied": step_uncopied,
+            "alone": partial(step_theirs, alone),
             **{name: partial(step_theirs, model) for name, model in theirs.items()},
         }
         for step in steps.values():
@@ -107,8 +120,9 @@ def summary(num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
     """Return the medians and the spread on rank 0; barriers align the ranks."""
     seconds = found["seconds"]
     ratios = {
-        name: statistics.quantiles((a / b for a, b in zip(seconds["ours"], seconds[name], strict=True)), n=4)
+        f"{prefix}{name}": statistics.quantiles((a / b for a, b in zip(seconds[step], seconds[name], strict=True)), n=4)
         for name in ("ddp", "ddp_views")
+        for prefix, step in (("", "ours"), ("uncopied to ", "uncopied"), ("alone to ", "alone"))
     }
     gradient_bytes = 4 * found["num_parameters"]
     return {
