@@ -111,7 +111,7 @@ class _Flow:
         return any(each.block == index for group in self._incoming for each in group)
 
     def omit(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Remove parameters of a module that stays. During a forward they are zeros."""
+        """Remove a module's own parameters, which this stage does not need; its forward reads zeros instead."""
         for key, parameter in parameters.items():
             module._parameters.pop(key)
             self._omitted.append((module, key, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")))

@@ -183,7 +183,7 @@ class _Writes(TorchDispatchMode):
         self._by_storage: dict[int, tuple[torch.UntypedStorage, bool]] = {}
 
     def lost(self, tensor: Tensor) -> bool:
-        """Return True if the last write came from outside of `reset_parameters`, which then cannot repeat the write."""
+        """Return True if code outside of `reset_parameters` wrote last, and a reset cannot repeat it."""
         _, is_reset = self._by_storage.get(tensor.untyped_storage()._cdata, (None, True))
         return not is_reset
 

@@ -26,7 +26,7 @@ _MAX_CPU_MIB = 4  # a CPU writes new pages slowly: 64 MiB would take half of the
 
 
 class HealthError(RuntimeError):
-    """Error of a device or a link that failed or gave wrong values; the same on all ranks."""
+    """Failure or wrong result of a device or link; raised with the same message on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

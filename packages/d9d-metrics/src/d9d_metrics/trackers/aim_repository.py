@@ -25,7 +25,7 @@ class AimTracker(Tracker):
     """Tracker that logs to an Aim run, which is opened when first needed. Aim writes values when they are logged.
 
     Logging a step again replaces its values. Aim does not support histograms of more than 512 bins: they are skipped.
-    Pages are artifacts of the run, `NAME/STEP.html`, in the folder `artifacts` of the repository; a server gets none.
+    Pages are artifacts of the run, `NAME/STEP.html`, in the folder `artifacts` of the repository, not of a server.
     """
 
     def __init__(self, repository: str, *, experiment: str | None = None, name: str | None = None) -> None:
