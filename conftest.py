@@ -247,14 +247,14 @@ _setups = count(1)
 
 
 def _collect_garbage() -> None:
-    """Collect garbage before every 20th test, and exclude the objects of imported modules from collections.
+    """Collect garbage before every 50th test, and exclude the objects of imported modules from collections.
 
     A trainer collects at its start, and the modules of the whole test suite are millions of objects.
     """
     global _num_modules  # noqa: PLW0603
     if has_new_modules := len(sys.modules) > 1.01 * _num_modules:
         _num_modules = len(sys.modules)
-    if has_new_modules or next(_setups) % 20 == 0:
+    if has_new_modules or next(_setups) % 50 == 0:
         gc.collect()
     if has_new_modules:
         gc.freeze()

@@ -131,6 +131,7 @@ def _exists(cell: _Cell) -> bool:
     return cell.phase not in _WHILE_WRITING or cell.how in ("exit", *_RESUMED)
 
 
+@pytest.mark.slow("python-evaluation-SIGTERM")
 @pytest.mark.sample("python-evaluation-SIGTERM")
 @pytest.mark.parametrize("cell", _cells(*_LAUNCHERS))
 def test_ends_in_each_phase(tmp_path: Path, cell: _Cell) -> None:

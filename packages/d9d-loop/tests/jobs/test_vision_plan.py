@@ -41,6 +41,7 @@ def _trainer(released: Path, family: str, **more: Any) -> Trainer:
     return text_trainer(vision_config(folder, released / "chats.jsonl", released, **more))
 
 
+@pytest.mark.slow("idefics3", "gemma3")
 @pytest.mark.sample("qwen2_5_vl", "idefics3", "gemma3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dry_run_has_the_flops_and_the_memory_of_a_step(family: str, released: Path) -> None:
@@ -101,6 +102,7 @@ MESHES: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.slow("gemma3-fsdp", "internvl-tensor")
 @pytest.mark.sample("qwen2_5_vl-context", "qwen3_vl-pipeline", "gemma3-fsdp", "internvl-tensor")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,8 +126,9 @@ def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) ->
     assert plan.memory[0].parameters > 0
 
 
-@pytest.mark.parametrize("freeze", [[], ["visual"]])
-@pytest.mark.parametrize(("recompute", "modules"), [("none", None), ("full", "blocks")])
+@pytest.mark.slow("none-all", "full-frozen")
+@pytest.mark.parametrize("freeze", [[], ["visual"]], ids=["all", "frozen"])
+@pytest.mark.parametrize(("recompute", "modules"), [("none", None), ("full", "blocks")], ids=["none", "full"])
 def test_a_frozen_tower_is_no_recomputation(
     freeze: list[str], recompute: str, modules: str | None, released: Path
 ) -> None:

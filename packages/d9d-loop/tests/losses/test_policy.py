@@ -96,6 +96,7 @@ def test_losses_and_gradients_equal_trl(ours: PolicyLoss, theirs: dict[str, Any]
     sampled.compare(sampled.ours(ours, old_log_probs_BL=sampled.old), sampled.trl(**theirs))
 
 
+@pytest.mark.slow  # imports TRL
 def test_dapo_over_the_tokens_of_a_generated_batch_equals_that_of_trl() -> None:
     sampled = Sampled()
     expected = sampled.trl(loss_type="dapo", epsilon_high=0.3, generated=333, steps=3)  # 3 steps of 12 answers

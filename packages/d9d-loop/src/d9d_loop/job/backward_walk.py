@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import GraphExecGroup
 
 
 def walk_backward(loss: Tensor) -> None:
     """Call the backward functions of a graph in order. Gradients of leaves are not summed, and hooks are not called.
 
-    Gradients are disabled meanwhile, except in code that recomputes activations.
+    Gradients are disabled meanwhile, except in code that recomputes activations, which runs once for each of its calls.
     """
     root: Any = loss.grad_fn
     edges = _num_edges(root)
     grads: dict[Any, dict[int, Tensor]] = defaultdict(dict, {root: {0: torch.ones_like(loss)}})
     ready = [root]
-    with torch.no_grad():
+    with torch.no_grad(), GraphExecGroup():
         while ready:
             node = ready.pop()
             for following, index, grad in _results(node, grads.pop(node, {})):
