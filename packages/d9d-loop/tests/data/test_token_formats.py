@@ -166,7 +166,7 @@ ERRORS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no index": (_bad_megatron("m.idx", _set(0, "<B", 1)), r"m.idx is no index of version 1 of Megatron-LM"),
     "floats": (_bad_megatron("m.idx", _set(17, "<B", 7)), r"has the dtype code 7; expected integers"),
-    "multimodal": (_bad_megatron("m.idx", lambda data: data + bytes(COUNT)), r"has modes of sequences \(multimodal\)"),
+    "multimodal": (_bad_megatron("m.idx", lambda data: data + bytes(COUNT)), r"stores a mode for each sequence"),
     "open end": (
         _bad_megatron("m.idx", _set(34 + 12 * COUNT + 8 * COUNT, "<q", 3)),
         r"the last document ends at sequence 3; expected 7",

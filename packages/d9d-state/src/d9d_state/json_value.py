@@ -40,7 +40,7 @@ def parse_json(data: bytes) -> JsonValue:
 def as_object(value: JsonValue) -> dict[str, JsonValue]:
     """Return a parsed JSON object; raise `TypeError` for any other value."""
     if not isinstance(value, dict):
-        raise TypeError(f"got {shortened(str(value))}; expected an object.")
+        raise TypeError(f"got {shortened(str(value))}; expected a JSON object.")
     return dict(value)
 
 

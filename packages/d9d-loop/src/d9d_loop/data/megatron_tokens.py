@@ -43,7 +43,7 @@ def _read_header(index: mmap.mmap, path: Path) -> tuple[str, int, int]:
         raise UserError(f"{path} has the dtype code {code}; expected integers: {_DTYPES}. Write it with another dtype.")
     expected = _HEADER_BYTES + 12 * num_sequences + 8 * num_bounds
     if len(index) == expected + num_sequences and num_sequences:
-        raise UserError(f"{path} has modes of sequences (multimodal); expected an index of texts. Write one.")
+        raise UserError(f"{path} stores a mode for each sequence (multimodal); expected an index of texts. Write one.")
     if len(index) != expected or not num_bounds:
         raise UserError(
             f"{path} has {len(index)} bytes; expected {expected}, for {num_sequences} sequences and {num_bounds} "

@@ -166,9 +166,9 @@ class JobState:
         rank's role. Otherwise the generators are seeded from the job's seed, the step and the role. All ranks agree.
 
         Raises:
-            UserError: On every rank, if the checkpoint has only trainable parameters, and this job's frozen parameters
-                have changed since the save; or the values of `keep_reference`. If a subscriber's state cannot be saved,
-                or differed between the ranks of another mesh.
+            UserError: On every rank, if the values of `keep_reference` have changed since the save, or the frozen
+                parameters, if the checkpoint has none. Also if a subscriber's state cannot be saved, or differed
+                between the ranks of another mesh.
             StateError: On every rank, if there are checkpoints, but none is valid.
         """
         subscriber_states(self._events)  # a state that cannot be saved is an error before the first step

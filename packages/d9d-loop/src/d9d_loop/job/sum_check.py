@@ -25,7 +25,7 @@ def check_sum(task: Task, outputs: Any, batch: Any, *, has_reference: bool = Fal
         task: Task of the job.
         outputs: Outputs of the model for the batch, of which only shapes and dtypes are read.
         batch: Batch on the CPU. Nothing is checked unless the first dim of all tensors is the number of rows.
-        has_reference: True if the batches of the job get the values of a reference: here of the same outputs.
+        has_reference: True if the job adds values of a reference model to its batches, here those of `outputs`.
     """
     found: list[Loss] = []
     with suppress(Exception), isolated_random("sum check"), torch.no_grad():

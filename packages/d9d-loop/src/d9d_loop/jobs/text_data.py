@@ -24,6 +24,7 @@ from d9d_loop.data import (
     PackedSamples,
     PackedStream,
     SampleStream,
+    TokenFile,
     TokenWindows,
     open_tokens,
     pad_sequences,
@@ -33,6 +34,7 @@ from d9d_loop.data import (
     tokenize_text,
 )
 from d9d_loop.data.contents import contents_of, sampled_digest
+from d9d_loop.data.conversation import read_pair
 from d9d_loop.data.image_chat import has_images
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_files import DataFiles
@@ -124,6 +126,21 @@ class _Converted:
         return [self._tokenizer.identity(), contents_of(self._samples), sampled_digest(self)]
 
 
+def tokenized_once(
+    samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer, *, pairs: bool = False
+) -> TokenFile:
+    """Tokenize conversations, or pairs of answers, into a cache in `run.folder`, and open it."""
+    options: dict[str, Any] = {"max_length": config.dataset.length - 1, "too_long": config.dataset.too_long}
+    digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
+    for index in range(len(samples)):
+        found = without_images(config, read_pair if pairs else read_conversation, samples[index])
+        for chat in found if isinstance(found, tuple) else (found,):
+            digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
+    folder = config.run.folder / "tokens" / f"{'pairs' if pairs else 'chats'}-{digest.hexdigest()[:16]}"
+    chats = (samples[index] for index in range(len(samples)))
+    return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, pairs=pairs, **options))
+
+
 def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     """Return the conversations of a job, packed if configured; only the assistant's turns contribute to the loss.
 
@@ -133,18 +150,8 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     tokenizer, data = chat_tokenizer(config), config.dataset
     if data.length < 2:
         raise UserError(f"dataset.length = {data.length}; expected at least 2 tokens of a conversation.")
-    options: dict[str, Any] = {"max_length": data.length - 1, "too_long": data.too_long}
-
-    def tokenized(samples: Samples) -> TokenDocuments:
-        digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
-        for index in range(len(samples)):
-            chat = without_images(config, read_conversation, samples[index])
-            digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
-        folder = config.run.folder / "tokens" / f"chats-{digest.hexdigest()[:16]}"
-        chats = (samples[index] for index in range(len(samples)))
-        return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, **options))
-
     check = partial(without_images, config, read_conversation)
+    tokenized = partial(tokenized_once, config=config, tokenizer=tokenizer)
     training, evaluation = _token_files(config, tokenizer, tokenized, check=check)
     for key, file in (("dataset.files", training), ("dataset.evaluation_files", evaluation)):
         if file is not None:

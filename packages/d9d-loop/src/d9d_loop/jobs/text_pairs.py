@@ -3,7 +3,6 @@
 P: pairs, L: padded length.
 """
 
-import hashlib
 import logging
 from functools import partial
 from typing import Any, final
@@ -13,12 +12,11 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data import ChatData, ChatTokenizer, DataProvider, TokenFile, tokenize_chats
+from d9d_loop.data import ChatData, ChatTokenizer, DataProvider, TokenFile
 from d9d_loop.data.contents import contents_of
 from d9d_loop.data.conversation import read_pair
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.samples import Samples
-from d9d_loop.data.token_file_writer import open_or_write
 from d9d_loop.data.token_formats import token_format
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_data import (
@@ -29,6 +27,7 @@ from d9d_loop.jobs.text_data import (
     note_template,
     pad_rows,
     samples_of,
+    tokenized_once,
     without_images,
 )
 from d9d_loop.jobs.text_model import padding_id
@@ -66,14 +65,7 @@ def _tokenized(samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer
     data = config.dataset
     if data.length < 2:
         raise UserError(f"dataset.length = {data.length}; expected at least 2 tokens of an answer and its prompt.")
-    options: dict[str, Any] = {"max_length": data.length - 1, "too_long": data.too_long}
-    digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
-    for index in range(len(samples)):
-        for chat in without_images(config, read_pair, samples[index]):
-            digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
-    folder = config.run.folder / "tokens" / f"pairs-{digest.hexdigest()[:16]}"
-    pairs = (samples[index] for index in range(len(samples)))
-    file = open_or_write(folder, lambda: tokenize_chats(pairs, folder, tokenizer=tokenizer, pairs=True, **options))
+    file = tokenized_once(samples, config, tokenizer, pairs=True)
     note_cuts(file, data.length, note, what="pairs")
     return file
 

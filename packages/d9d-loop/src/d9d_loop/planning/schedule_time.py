@@ -20,10 +20,7 @@ from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.step_model import StepTime, layer_times, stage_layers, step_time, transfer_seconds
 from d9d_loop.planning.vision_tower import tower_time
 from d9d_pipeline import (
-    Backward,
-    BackwardInput,
     Costs,
-    Forward,
     GPipe,
     Interleaved,
     OneForwardOneBackward,
@@ -149,16 +146,12 @@ def simulated_step(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, 
 
 def simulated(program: Program, stages: Sequence[StageTime], transfer: float) -> Timeline:
     """Simulate a program with the given times of each stage and of a send."""
+    costs = [Costs(each.forward, each.backward_input, each.backward_weight) for each in stages]
 
     def duration(action: Compute) -> float:
         if isinstance(action, Overlap):
             return duration(action.forward) + duration(action.backward)
-        stage = stages[action.stage]
-        if isinstance(action, Forward):
-            return stage.forward
-        if isinstance(action, Backward):
-            return stage.backward_input + stage.backward_weight
-        return stage.backward_input if isinstance(action, BackwardInput) else stage.backward_weight
+        return costs[action.stage].of(action)
 
     return simulate(program, Costs(transfer=transfer), duration=duration)
 

@@ -38,8 +38,8 @@ class MlflowTracker(Tracker):
     ) -> None:
         """Configure a new run; it is not opened yet.
 
-        `uri` is MLflow's tracking URI, such as `sqlite:////path/mlflow.db` or `http://host:5000`. The experiment is
-        created if needed, with the URI `artifacts` for its artifacts. Raises `UserError` if the package mlflow is
+        `uri` is MLflow's tracking URI, such as `sqlite:////path/mlflow.db` or `http://host:5000`. A new
+        experiment stores its artifacts at the URI `artifacts`. Raises `UserError` if the package mlflow is
         missing.
         """
         require_package("mlflow")
