@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from d9d_dist import UserError
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
 from d9d_loop.planning import Hardware, plan_cluster, warn_if_too_large
+from d9d_loop.planning.html_report import write_html
 
 VOCABULARY, WIDTH, LENGTH = 4096, 32, 128
 
@@ -91,6 +92,12 @@ def test_the_warning_of_a_job_that_does_not_fit_names_the_nearest_layout(
     assert plan.nearest is not None
     assert plan.nearest.layout.microbatch_size < 8
     assert plan.nearest.memory.total <= plan.hardware.device.memory_bytes
+    write_html(plan, tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "<title>d9d-plan</title><style>" in page
+    assert all(f'<img alt="{title}" src=' in page for title in ("Memory by rank", "Time of a step", "Roofline"))
+    assert '<p class="verdict"' in page
     warn_if_too_large(trainer, hardware=hardware)
     out = capsys.readouterr().out
     assert "d9d: the job needs 1." in out

@@ -3,7 +3,6 @@
 import base64
 import html
 import io
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from d9d_loop.planning.job_plan import ClusterPlan, describe
 from d9d_loop.planning.plan_report import report, verdict
 from d9d_loop.planning.schedule_time import simulated_step
 from d9d_loop.planning.step_model import PARTS
+from d9d_loop.report.run_report import html_page
 from d9d_pipeline import plot_simulation
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _COLORS = ("#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999", "#000000")
-_STYLE = files("d9d_loop.planning").joinpath("style.css").read_text(encoding="utf-8")
 
 
 def write_html(plan: ClusterPlan, path: Path) -> None:
@@ -45,15 +44,10 @@ def write_html(plan: ClusterPlan, path: Path) -> None:
     body += [f'<p class="verdict" style="--mark: {mark}">{html.escape(line)}</p>' for line in lines]
     body += [f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{data}">' for title, data in pictures]
     if plan.search is not None and plan.search.fitting:
-        body += ["<h2>Fastest and smallest layouts that fit</h2>", '<div class="wide">', _search_table(plan), "</div>"]
+        body += ["<h2>Fastest and smallest layouts that fit</h2>", _search_table(plan)]
     body += ["<h2>All figures</h2>", f"<pre>{html.escape(report(plan))}</pre>"]
-    page = (
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>d9d-plan</title>\n<style>{_STYLE}</style>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
-    )
     try:
-        path.write_text(page)
+        path.write_text(html_page("d9d-plan", body), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}. Choose another file for --html.") from None
 

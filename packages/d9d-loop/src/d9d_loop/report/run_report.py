@@ -36,12 +36,15 @@ def render_report(runs: Sequence[RunFolder]) -> str:
         body += [_section(f"{heading}Time breakdown", f"<pre>{escape(run.profile)}</pre>" if run.profile else "")]
         body += [_section(f"{heading}Environment", _settings(run.environment))]
         body += [_section(f"{heading}Configuration", _settings(dict(_flat(run.config))))]
+    return html_page(title, body)
+
+
+def html_page(title: str, body: Sequence[str]) -> str:
+    """Return a page with the style of the reports, of which empty parts are left out."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style>"
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n'
-        + "\n".join(filter(None, body))
-        + "\n</body></html>\n"
+    return "\n".join(
+        [f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>', *filter(None, body), "</body></html>\n"]
     )
 
 
