@@ -28,6 +28,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.slow("mixture-pp=2,dp_shard=2,microbatch=1")
 @pytest.mark.sample("joint-tp=2", "cross-pp=2,tp=2,microbatch=2", "mixture-pp=2,dp_shard=2,microbatch=1")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)

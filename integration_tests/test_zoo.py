@@ -135,6 +135,7 @@ def _check(names: Sequence[str], folder: Path, *, max_ranks: int = 4) -> dict[st
     return failed
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_sample_trains_as_in_a_plain_loop(tmp_path: Path, exhaustive: bool) -> None:
     assert not _check(SAMPLE, tmp_path, max_ranks=4 if exhaustive else 2)

@@ -30,6 +30,7 @@ def test_context_parallelism_composes(axis: str) -> None:
     assert run_ranks(context_differences, names, mesh, world_size=4)[0] == {}
 
 
+@pytest.mark.slow("rotary tables", "gradients")
 @pytest.mark.parametrize("bug", ["masks", "rotary tables", "gradients"])
 def test_a_mutant_is_found(bug: str) -> None:
     [found, _] = run_ranks(

@@ -80,6 +80,7 @@ def test_expert_parallelism_composes(mesh: str) -> None:
     assert _differences((*_SAMPLE, "nemotron_h", "qwen2_moe", "deepseek_v3", *dropping), _MESHES[mesh]) == {}
 
 
+@pytest.mark.slow("dropped token", "another expert")
 @pytest.mark.parametrize("bug", ["doubled", "dropped token", "another expert"])
 def test_a_mutant_is_found(bug: str) -> None:
     found = _differences(_SAMPLE[:1], {"data_parallel_shard": 2, "expert_parallel": 2}, bug)

@@ -85,6 +85,7 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], more: Any 
         Trainer(config, model=built, data=image_chats(config, print), task=NextToken(counts_skipped=True)).train()
 
 
+@pytest.mark.slow("context-qwen3_vl")
 @pytest.mark.sample(
     "one-idefics3",
     "one-llava_onevision",
@@ -238,6 +239,7 @@ def _train_mutant(name: str, *arguments: Any) -> None:
         _train(*arguments)
 
 
+@pytest.mark.slow("a gradient is summed twice")
 @pytest.mark.sample("a gradient is summed twice")
 @pytest.mark.parametrize(
     "name",

@@ -61,6 +61,7 @@ def _cost(released: Path, family: str, plan: JobPlan, *, passes: tuple[int, int]
     return passes[0] * of_tower.get_total_flops() / (passes[1] * of_block)
 
 
+@pytest.mark.slow("qwen2_5_vl")
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_the_first_stage_has_as_many_blocks_fewer_as_the_tower_costs(family: str, released: Path) -> None:
     plan = _plan(released, family)
@@ -90,6 +91,7 @@ def test_stages_are_even_if_the_cost_cannot_be_measured(released: Path, monkeypa
     assert _plan(released, "gemma3").model.provider.virtual_layers == 0
 
 
+@pytest.mark.slow
 def test_experts_are_a_part_of_the_cost_of_a_block(tmp_path: Path) -> None:
     save_chats(tmp_path, CHATS)
     costs = []
