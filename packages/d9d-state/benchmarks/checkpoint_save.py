@@ -2,12 +2,12 @@
 
     uv run python packages/d9d-state/benchmarks/checkpoint_save.py --folder /dev/shm/checkpoints
 
-Prints JSON. Every figure is a ratio of two alternating measurements, so other load on the machine affects both: a save
-relative to writing and syncing the same bytes to one file, verification relative to reading the same files, both
-without the page cache, and the blocking time of a background save relative to copying the same bytes to allocated host
-memory. The first save of a store is measured in new stores, with and without `prepare`. The reference is torch's
-`async_save` with its defaults. Hashing needs processor time: `digest_gb_per_s` bounds saves and verification on one
-CPU.
+Prints JSON. Every figure is a ratio of alternating measurements, so other load on the machine affects all of them: a
+save relative to writing and syncing the same bytes to one file, verification relative to reading the same files with
+one thread, all without the page cache, and the blocking time of a background save relative to copying the same bytes
+to allocated host memory. Reads of as many threads as verification has, without digests, show what the disk allows. The
+first save of a store is measured in new stores, with and without `prepare`. The reference is torch's `async_save` with
+its defaults. Hashing needs processor time: `digest_gb_per_s` bounds saves and verification on one CPU.
 """
 
 import argparse
@@ -19,7 +19,8 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 
 from d9d_state import CheckpointStore
 from d9d_state._digests import PartRecord
+from d9d_state.checkpoint._verify import FilePart, num_threads, parts_of, share_of
 
 _BLOCK = 1 << 22
 
@@ -83,6 +85,22 @@ def read_raw(folder: Path) -> None:
                 pass
 
 
+def read_raw_in_threads(parts: Sequence[FilePart], folder: Path, threads: int) -> None:
+    """Read parts of files with several threads, a contiguous share each, without digests: bounds verification."""
+
+    def read(share: Sequence[FilePart]) -> None:
+        block = memoryview(bytearray(_BLOCK))
+        for part in share:
+            with (folder / part.file).open("rb", buffering=0) as file:
+                file.seek(part.start)
+                left = part.record.size
+                while left:
+                    left -= file.readinto(block[: min(left, _BLOCK)])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, [share_of(parts, rank=rank, num_ranks=threads) for rank in range(threads)]))
+
+
 def drop_from_cache(folder: Path) -> None:
     """Remove the files of a folder from the page cache."""
     for path in folder.iterdir():
@@ -124,14 +142,24 @@ def verification(folder: Path, tensors: dict[str, torch.Tensor], pairs: int) -> 
     store = CheckpointStore(folder / "verified")
     store.save(0, tensors)
     (info,) = store.complete()
-    raw, ours = [], []
+    parts, threads = parts_of(info.manifest), num_threads(None)
+    raw, parallel, ours = [], [], []
     for pair in range(pairs):
-        runs = [(raw, lambda: read_raw(info.folder)), (ours, info.verify)]
+        runs = [
+            (raw, lambda: read_raw(info.folder)),
+            (parallel, lambda: read_raw_in_threads(parts, info.folder, threads)),
+            (ours, info.verify),
+        ]
         for figures, work in runs if pair % 2 else reversed(runs):
             drop_from_cache(info.folder)
             figures.append(seconds(work))
     num_bytes = sum(path.stat().st_size for path in info.folder.iterdir())
-    return {"speed_against_raw": ratio(raw, ours), "raw_gb_per_s": round(num_bytes / 1e9 / min(raw), 2)}
+    return {
+        "speed_against_raw": ratio(raw, ours),
+        "threads": threads,
+        "speed_of_threads_without_digests": ratio(raw, parallel),
+        "raw_gb_per_s": round(num_bytes / 1e9 / min(raw), 2),
+    }
 
 
 def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:

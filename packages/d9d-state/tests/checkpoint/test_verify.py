@@ -1,6 +1,9 @@
+import os
 import random
 from pathlib import Path
+from threading import Barrier, get_ident
 
+import pytest
 import torch
 
 from d9d_state import CheckpointStore
@@ -50,3 +53,25 @@ def test_damage_is_detected_with_one_or_several_threads(tmp_path: Path) -> None:
     ]
     for threads in (1, 3):
         assert damage(info.folder, parts_of(info.manifest), threads=threads) == expected
+
+
+def test_each_thread_reads_one_contiguous_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, both, reads, preadv = bytes(range(32)), Barrier(2, timeout=60), dict[int, list[int]](), os.preadv
+
+    def read(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        both.wait()  # both threads read at the same time, whatever the machine does
+        reads.setdefault(get_ident(), []).append(position)
+        return preadv(descriptor, buffers, position)
+
+    (tmp_path / "file").write_bytes(data)
+    parts = [FilePart("file", 32, start, PartRecord.of(data[start : start + 8]), "") for start in range(0, 32, 8)]
+    monkeypatch.setattr(os, "preadv", read)
+    assert damage(tmp_path, parts, threads=2) == []
+    assert sorted(reads.values()) == [[0, 8], [16, 24]]
+
+
+def test_a_file_of_another_size_is_one_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(31))
+    parts = [FilePart("file", 32, start, PartRecord.of(bytes(8)), "") for start in range(0, 32, 8)]
+    for threads in (1, 3):
+        assert damage(tmp_path, parts, threads=threads) == [f"{tmp_path / 'file'} has 31 bytes; expected 32"]

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import final
 
 from xxhash import xxh3_128
@@ -16,7 +17,7 @@ from d9d_state._member import AnyPath, MemberReader, open_reader
 from d9d_state.checkpoint.manifest import Manifest
 from d9d_state.object_path import ObjectPath
 
-_BLOCK = 1 << 18  # bytes that are read and hashed at once; they stay in the cache of a processor core
+_BLOCK = 1 << 20  # bytes that are read and hashed at once; they stay in the cache of a processor core
 _MAX_THREADS = 8
 _OBJECT_BLOCK = 1 << 23  # bytes of one request to an object store
 
@@ -72,27 +73,38 @@ def num_threads(ctx: DistributedContext | None) -> int:
 
 
 def damage(folder: AnyPath, parts: Sequence[FilePart], *, threads: int) -> list[str]:
-    """Compare parts of a checkpoint's files with the records; return one error text for each damaged part."""
+    """Compare parts of a checkpoint's files with the records; return one error text for each damaged part.
+
+    Each thread reads one contiguous share of the bytes: the kernel then reads ahead. If threads took parts in turn, its
+    readahead would fetch what another thread reads, and verification would be slower than one thread.
+    """
+    shares = [share_of(parts, rank=thread, num_ranks=threads) for thread in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="d9d-verify") as pool:
-        return [text for text in pool.map(partial(_problem, folder), parts) if text is not None]
+        found = pool.map(partial(_problems, folder), shares)
+        return list(dict.fromkeys(text for problems in found for text in problems))
 
 
-def _problem(folder: AnyPath, part: FilePart) -> str | None:
-    path = folder / part.file
-    try:
-        with closing(open_reader(folder, part.file)) as reader:
-            if reader.size != part.size:
-                return f"{path} has {reader.size} bytes; expected {part.size}"
-            is_sound = _digest(reader, part) == part.record.digest
-    except (UserError, OSError) as error:
-        return str(error) if str(path) in str(error) else f"{path}: {error}"
-    return None if is_sound else f"{path}: {part.what} does not have the recorded {ALGORITHM} digest"
+def _problems(folder: AnyPath, parts: Sequence[FilePart]) -> list[str]:
+    """Return the error texts of parts, which are sorted by file; a file that cannot be read has one."""
+    problems: list[str] = []
+    block = memoryview(bytearray(_OBJECT_BLOCK if isinstance(folder, ObjectPath) else _BLOCK))
+    for name, of_file in groupby(parts, key=lambda part: part.file):
+        path = folder / name
+        try:
+            with closing(open_reader(folder, name)) as reader:
+                for part in of_file:
+                    if reader.size != part.size:
+                        problems.append(f"{path} has {reader.size} bytes; expected {part.size}")
+                        break
+                    if _digest(reader, part, block) != part.record.digest:
+                        problems.append(f"{path}: {part.what} does not have the recorded {ALGORITHM} digest")
+        except (UserError, OSError) as error:
+            problems.append(str(error) if str(path) in str(error) else f"{path}: {error}")
+    return problems
 
 
-def _digest(reader: MemberReader, part: FilePart) -> str:
+def _digest(reader: MemberReader, part: FilePart, block: memoryview) -> str:
     digest = xxh3_128()
-    size = _OBJECT_BLOCK if isinstance(reader.source, ObjectPath) else _BLOCK
-    block = memoryview(bytearray(min(size, part.record.size)))
     position, left = part.start, part.record.size
     while left:
         count = reader.read_into(block[: min(left, len(block))], position)
