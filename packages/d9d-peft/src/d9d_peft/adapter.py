@@ -73,7 +73,8 @@ def attach(adapter: Adapter, layer: nn.Module, name: str = DEFAULT_ADAPTER) -> N
     has_adapters = bool(adapters_of(layer))
     if adapter.training != layer.training:
         adapter.train(layer.training)
-    adapter.is_active = not has_adapters
+    if has_adapters:
+        adapter.is_active = False
     layer.add_module(child_name(name), adapter)
     if not has_adapters:
         # The instance attribute shadows the class's forward. The adapter is called as a module, so its hooks run.

@@ -68,16 +68,20 @@ class LowRankAdapter(Adapter, ABC):
         if dtype is None:  # bfloat16 loses optimizer updates that are small relative to a parameter
             dtype = torch.float32 if weight.dtype.itemsize < torch.float32.itemsize else weight.dtype
         *groups, num_outputs, num_inputs = weight.shape
-        self.lora_a = nn.Parameter(weight.new_empty(*groups, low_rank.rank, num_inputs, dtype=dtype))
-        self.lora_b = nn.Parameter(weight.new_empty(*groups, num_outputs, low_rank.rank, dtype=dtype))
+        device = weight.device
+        self.lora_a = nn.Parameter(torch.empty(*groups, low_rank.rank, num_inputs, dtype=dtype, device=device))
+        self.lora_b = nn.Parameter(torch.empty(*groups, num_outputs, low_rank.rank, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
         """Draw A uniformly from ±1 / sqrt(I), like the weight of `nn.Linear`, and set the others to zero, in place."""
-        bound = 1 / math.sqrt(self.lora_a.shape[-1])
-        nn.init.uniform_(self.lora_a, -bound, bound)
         for name, parameter in self._parameters.items():
-            if name != "lora_a" and parameter is not None:
-                nn.init.zeros_(parameter)
+            if parameter is None or parameter.is_meta:  # torch computes operators on meta tensors slowly, in Python
+                continue
+            if name == "lora_a":
+                bound = 1 / math.sqrt(parameter.shape[-1])
+                parameter.detach().uniform_(-bound, bound)  # faster than `no_grad` for few small parameters
+            else:
+                parameter.detach().zero_()
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
         """Return the placements of the parameters on a mesh axis, given the placement of a weight [..., O, I].
@@ -153,13 +157,11 @@ class LowRankMethod(ABC):
             for each, value in layer._parameters.items()
             if value is not None
         ]
+        make, low_rank = type(self)._make_adapter, self._low_rank()
         return Plan(
             claimed=frozenset(first[name] for name in own),
             unmatched=() if layers else (self._explain(found, modules),),
-            adapters={
-                name: type(self)._make_adapter(layer, self._low_rank(), dtype=self.dtype)
-                for name, layer in layers.items()
-            },
+            adapters={name: make(layer, low_rank, dtype=self.dtype) for name, layer in layers.items()},
         )
 
     def _explain(self, found: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> str:

@@ -99,16 +99,18 @@ def inject(
     if not is_first or not trainable:
         _check_adapters_only(model, plan, adapter)
     original = identity_of(model)
+    if is_first:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in plan.trainable)
     new_names: list[str] = []
+    modules = dict(model.named_modules())
     for name, module in plan.adapters.items():
-        attach(module, model.get_submodule(name), adapter)
-        prefix = f"{name}.{child_name(adapter)}.".lstrip(".")
-        new_names += [f"{prefix}{tensor}" for tensor in module.state_dict(keep_vars=True)]
-    added = frozenset(new_names)
-    trained = plan.trainable | (added if trainable else frozenset())
-    for name, parameter in model.named_parameters():
-        if is_first or name in added:
-            parameter.requires_grad_(name in trained)
+        attach(module, modules[name], adapter)
+        prefix, state = f"{name}.{child_name(adapter)}.".lstrip("."), module.state_dict(keep_vars=True)
+        new_names += [f"{prefix}{tensor}" for tensor in state]
+        for tensor in state.values():
+            if tensor.requires_grad != trainable and isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(trainable)
     return parallel(original, keep(*new_names)) if new_names else original
 
 
@@ -128,18 +130,19 @@ def _check_unprepared(model: nn.Module, child: str) -> bool:
     """
     is_first = True
     for name, module in model.named_modules():
-        adapters = adapters_of(module)
+        adapters = adapters_of(module) if module._modules else {}
         is_first = is_first and not adapters
         if child in adapters:
             raise UserError(
                 f"{name} already has an adapter of this name; expected a model without. Call inject() once, with a "
                 "Stack of all methods, or pass another name: inject(method, model, adapter='second')."
             )
-        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-            raise UserError(
-                f"{name or 'the model'} is already parallelized; expected a model before parallelization. Call "
-                "inject() where the model is built."
-            )
+        for parameter in module._parameters.values():
+            if isinstance(parameter, DTensor):
+                raise UserError(
+                    f"{name or 'the model'} is already parallelized; expected a model before parallelization. Call "
+                    "inject() where the model is built."
+                )
     return is_first
 
 

@@ -23,10 +23,9 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer once, under its first name."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in module_tensors(module).items():
-        first.setdefault(id(tensor), (name, tensor))
-    return dict(first.values())
+    tensors = module_tensors(module)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
