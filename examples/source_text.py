@@ -1,7 +1,9 @@
 """Data of the examples: source files as documents, and each byte a token."""
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field, PositiveInt
@@ -11,6 +13,7 @@ from d9d_loop import DataProvider, Section
 from d9d_loop.data import DocumentStream, PackedSamples, PackedStream, SampleStream, cached_token_file
 
 _CHANGE = "Change it with --text.folder PATH or --text.pattern PATTERN; of a preset, with --dataset.text.folder PATH."
+_SKIPPED = {"site-packages", "test"}
 
 
 class Text(Section):
@@ -24,8 +27,8 @@ def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
     """Return training and held-out text: whole files; a hash of its path selects one file in ten as held out."""
     if not text.folder.is_dir():
         raise UserError(f"text.folder = {text.folder} is not a folder; expected one with text. {_CHANGE}")
-    files = [path.relative_to(text.folder) for path in sorted(text.folder.glob(text.pattern)) if path.is_file()]
-    files = [file for file in files if not {"site-packages", "test"} & set(file.parts)]
+    files = [path.relative_to(text.folder) for path in sorted({*_found(text)}) if path.is_file()]
+    files = [file for file in files if not _SKIPPED & set(file.parts)]
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for file in files:
         held_out = hashlib.sha256(file.as_posix().encode()).digest()[0] % 10 == 0
@@ -36,6 +39,16 @@ def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
             f"and in the held-out tenth of the files. {_CHANGE}"
         )
     return parts
+
+
+def _found(text: Text) -> Iterator[Path]:
+    """Yield the files of the pattern; `**/` does not enter skipped folders, which may have many more files."""
+    if not text.pattern.startswith("**/"):
+        yield from text.folder.glob(text.pattern)
+        return
+    for folder, children, _ in os.walk(text.folder):
+        children[:] = set(children) - _SKIPPED
+        yield from Path(folder).glob(text.pattern.removeprefix("**/"))
 
 
 class PackedText(DataProvider):

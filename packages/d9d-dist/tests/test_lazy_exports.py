@@ -1,3 +1,4 @@
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -5,6 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from d9d_dist.lazy_exports import paused_collection
 
 _INIT = '''"""A package."""
 
@@ -58,3 +61,27 @@ def test_unknown_names_raise_the_usual_errors(package: ModuleType) -> None:
         exec("from lazy_package import hidden")  # noqa: S102
     exec("from lazy_package import heavy")  # noqa: S102 - a module
     assert "lazy_package.heavy" in sys.modules
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_are_paused_and_then_as_before(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with paused_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_an_import_of_a_name_pauses_collections(package: ModuleType) -> None:
+    assert package.__file__ is not None
+    (Path(package.__file__).parent / "heavy.py").write_text("import gc\nc = gc.isenabled()")
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        assert package.c is False
+        assert gc.isenabled()
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

@@ -5,10 +5,12 @@ package, such as its configuration, imports neither.
 """
 
 import ast
+import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache
 from importlib.abc import InspectLoader
 from typing import Any
@@ -41,7 +43,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
             return sorted(owners())
         if name.startswith("__") or name not in owners():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(owners()[name]), name)
+        with paused_collection():
+            value = getattr(importlib.import_module(owners()[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -49,6 +52,18 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         return sorted({*vars(sys.modules[package]), *owners(), "__all__"})
 
     return get, names
+
+
+@contextmanager
+def paused_collection() -> Generator[None]:
+    """Pause automatic garbage collection during imports: collections take a quarter of the time, and find nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def exports(init: ast.AST) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Context managers for code that must not affect the training: event handlers, evaluations, replays."""
 
-import gc
 import random
 import sys
 from collections.abc import Generator
@@ -66,15 +65,3 @@ def restored_random(*, device: bool = False) -> Generator[None]:
             numpy.random.set_state(numpy_state)
         if has_accelerator:
             torch.get_device_module().set_rng_state(device_state)
-
-
-@contextmanager
-def paused_collection() -> Generator[None]:
-    """Pause automatic garbage collection during imports: collections take a quarter of the time, and find nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

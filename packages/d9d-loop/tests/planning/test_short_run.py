@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.nn import functional as F
 
 from d9d_dist import DistributedContext, Launch, StageInfo, parallelize_hsdp
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
 from d9d_loop.events import BackwardDone, OptimizerDone, StepStarted
-from d9d_loop.planning.dry_runs import dry_run, optimizer_bytes, representatives
+from d9d_loop.planning.dry_runs import _Chunks, dry_run, optimizer_bytes, representatives
 from d9d_loop.planning.job_plan import shown_microbatches
 from d9d_loop.planning.layer_repeats import Repeats, repeats_of, without_repeats
 from d9d_loop.planning.short_run import short_runs
@@ -176,3 +177,14 @@ def test_the_longest_repeated_part_is_found_and_shortened() -> None:
     assert third == kept[6:8]
     assert len(list(shorter.get_submodule("1").children())) == 9
     assert len(layers) == 11
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5, 7, 8, 9])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_chunks_are_those_of_fsdp(num_chunks: int, dim: int) -> None:
+    tensor = torch.arange(35.0).view(7, 5)
+    expected = _fsdp_common._chunk_with_empty(tensor, num_chunks, dim)
+    chunks = _Chunks(tensor, num_chunks, dim)
+    for rank, chunk in enumerate(expected):
+        assert chunks[rank].shape == chunk.shape
+        assert torch.equal(chunks[rank], chunk)

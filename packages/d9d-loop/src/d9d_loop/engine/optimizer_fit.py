@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import UserError, parameter_roles
-from d9d_loop.isolation import paused_collection
+from d9d_dist.lazy_exports import paused_collection
 from d9d_loop.optimizers.optimizer import OptimizerProvider, OptimizerSettings, layer_depths
 
 

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from d9d_dist import Launch, MeshConfig, UserError, read_launch
+from d9d_dist.lazy_exports import paused_collection
 from d9d_loop.config.trainer_config import BatchConfig, TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import TrainResult
-from d9d_loop.isolation import paused_collection
 from d9d_loop.job.end_command import early_failure_reported
 from d9d_loop.job.stamped_output import stamped_output
 from d9d_loop.lr.lr_schedule import LrSchedule

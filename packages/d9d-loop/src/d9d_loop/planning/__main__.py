@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d9d_dist import UserError
+from d9d_dist.lazy_exports import paused_collection
 from d9d_loop import planning
 from d9d_loop.cli_main import cli_main
 from d9d_loop.job_files import read_job
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Configuration keys on the command line override the file, as in `d9d-train`, which reads the same files.
     Help does not import torch.
     """
-    with cli_main():
+    with cli_main(), paused_collection():
         words = list(sys.argv[1:] if arguments is None else arguments)
         options, rest = _parser().parse_known_args(words)
         if options.calibrate is not None:

@@ -344,7 +344,7 @@ def placed(
     launch = Launch(rank=rank, world_size=world_size, device="cpu")
     plan = plan_for(launch)
     with (
-        mock.patch.object(_fsdp_param, "_chunk_with_empty", _chunk_with_empty),
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
         mock.patch.object(ContextSplit, "join", _join),
         # There are no peers whose attributes could differ, and collectives of the first step are not those of a step.
         mock.patch.object(FirstSteps, "check"),
@@ -370,10 +370,18 @@ def _join(split: ContextSplit, tree: Any, **options: Any) -> Any:
     return pytree.tree_map_only(Tensor, joined, tree)
 
 
-def _chunk_with_empty(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-    """Split as FSDP2 does, but share one empty chunk among all ranks without rows: there may be 100,000 such ranks."""
-    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
-    return chunks + [tensor.new_empty(0)] * (num_chunks - len(chunks))
+@final
+class _Chunks:
+    """Chunks of a tensor as FSDP2 splits it; creates only those that it indexes, since there may be 100,000 ranks."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim, self._rows = tensor, dim, -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        rows = self._tensor.shape[self._dim]
+        first = min(rank * self._rows, rows)
+        num_rows = min(self._rows, rows - first)
+        return self._tensor.narrow(self._dim, first, num_rows) if num_rows else self._tensor.new_empty(0)
 
 
 def stages_on_fake(plan: JobPlan, ctx: DistributedContext, fake: DryRunMode) -> dict[int, nn.Module]:

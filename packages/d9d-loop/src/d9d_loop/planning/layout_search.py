@@ -326,12 +326,12 @@ def _legal_degrees(shape: DecoderShape, hardware: Hardware, space: SearchSpace) 
         if global_size % dp:
             continue
         shardings = [_sharding(space.base, dp, cp, each) for each in space.replicas if dp % each == 0]
+        samples = global_size // dp
+        microbatches = {size: samples // size for size in (1, 2, 4, 8, 16) if samples % size == 0}
+        counts = {size: _stage_counts(shape, space.schedule, pp, m) for size, m in microbatches.items()}
         expert_degrees = _expert_degrees(shape, dp * cp * tp)
-        for ep, size, (sharding, shard_ranks) in product(expert_degrees, (1, 2, 4, 8, 16), shardings):
-            if (global_size // dp) % size:
-                continue
-            m = global_size // dp // size
-            for v in _stage_counts(shape, space.schedule, pp, m):
+        for ep, (size, m), (sharding, shard_ranks) in product(expert_degrees, microbatches.items(), shardings):
+            for v in counts[size]:
                 yield replace(
                     space.base,
                     tp=tp,
