@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from zoo_compositions import composition_outcomes
 from zoo_jobs import context_differences, differences, plain_traces, stage_differences
 from zoo_peers import distributed_config_outcomes
 
@@ -77,11 +78,19 @@ def tensor_differences(names: Sequence[str], folder: str) -> dict[str, str]:
     return found | {name: each[0] for name, each in lines.items() if each}
 
 
+def compositions(types: Sequence[str], folder: str) -> Outcomes:
+    """Compare losses, gradients and trained values in random compositions of the axes in which a type is equal."""
+    record = read()
+    supported = {name: [axis for axis in AXES if record.get(axis, {}).get(name) == "equal"] for name in types}
+    return {name: outcome(line) for name, line in composition_outcomes(supported, folder).items()}
+
+
 AXES: Mapping[str, tuple[str, Callable[[Sequence[str], str], Outcomes]]] = {
     "pipelines": ("mesh.pipeline_parallel", pipelines),
     "contexts": ("mesh.context_parallel_shard", contexts),
     "experts": ("mesh.expert_parallel", experts),
     "tensors": ("mesh.tensor_parallel", tensors),
+    "compositions": ("three compositions", compositions),
 }
 """Column of the table and comparison of types, by axis."""
 

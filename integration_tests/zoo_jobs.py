@@ -69,7 +69,7 @@ def plain_traces(names: Sequence[str], folder: str) -> dict[str, str]:
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
         else:
-            torch.save(trace, _path(folder, name))
+            torch.save(trace, trace_path(folder, name))
     return failed
 
 
@@ -89,7 +89,7 @@ def cpu_seconds(limit: float) -> Generator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _built(animal: Entry) -> torch.nn.Module:
+def built_module(animal: Entry) -> torch.nn.Module:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
@@ -100,7 +100,7 @@ def _check_no_draws(animal: Entry) -> None:
     """Refuse a module with random outputs: they depend on the layout."""
     losses = []
     for seed in (1, 2):
-        model, batch = _built(animal), animal.batch()
+        model, batch = built_module(animal), animal.batch()
         torch.manual_seed(seed)
         np.random.seed(seed)
         losses.append(loss_of(model(**batch), BATCH).item())
@@ -118,15 +118,15 @@ def _plain_trace(animal: Entry) -> Trace:
     """
     _check_no_draws(animal)
     batch = animal.batch()
-    trace = _plain_loop(_built(animal), batch)
+    trace = plain_loop(built_module(animal), batch)
     unit = trace["unit"]
     trace["errors"] = dict.fromkeys(("loss", "gradient", "trained"), unit)
-    model, cast = _built(animal), _to_float64 if unit else _to_float32
+    model, cast = built_module(animal), _to_float64 if unit else _to_float32
     model, batch = model._apply(cast), {name: cast(x) for name, x in batch.items()}
     # Quantized operators do not support float64; their results must be equal to within one rounding.
     with suppress(AssertionError, NotImplementedError, RuntimeError), float64_by_default() if unit else nullcontext():
         with AllFloat64() if unit else nullcontext():
-            errors = _errors_of(trace, _plain_loop(model, batch))
+            errors = _errors_of(trace, plain_loop(model, batch))
         trace["errors"] = {
             what: max(error, unit / 12**0.5) if unit else error * 2.0**-29 for what, error in errors.items()
         }
@@ -150,14 +150,19 @@ def _relative_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) ->
     return max(errors, default=0.0) / scale if scale else 0.0
 
 
-def _plain_loop(model: torch.nn.Module, batch: Batch) -> Trace:
+def mean_loss(outputs: Any, _batch: Batch) -> Tensor:
+    """Return the mean over samples of `loss_of`."""
+    return loss_of(outputs, BATCH) / BATCH
+
+
+def plain_loop(model: torch.nn.Module, batch: Batch, mean_loss: Callable[[Any, Batch], Tensor] = mean_loss) -> Trace:
     """Train a model; `unit` is the rounding unit of the least precise operator, 0 if all compute in float64."""
     trace: Trace = {"built": values_of(model), "steps": []}
     rounding = _Rounding()
     for _ in range(STEPS):
         with rounding:
             outputs = model(**batch)
-        loss = loss_of(outputs, BATCH) / BATCH
+        loss = mean_loss(outputs, batch)
         loss.backward()
         gradients = {name: p.grad.to_dense().clone() for name, p in model.named_parameters() if p.grad is not None}
         trace["steps"].append({"loss": loss.item(), "gradients": gradients})
@@ -240,7 +245,7 @@ class _Sum(Task):
         return Loss(loss_of(outputs, size), weight=size)
 
 
-class _SumOfRows(_Sum):
+class SumOfRows(_Sum):
     """The loss of all samples of a decoder, of which each context-parallel rank has a part of each row."""
 
     _split: ContextSplit | None = None
@@ -332,18 +337,20 @@ def stage_differences(names: Sequence[str], folder: str, counts: Sequence[int] =
     """Train decoders in pipeline stages of one process; return the first difference or error of each."""
     found: dict[str, str] = {}
     for name in names:
-        expected = torch.load(_path(folder, name), weights_only=True)
+        expected = torch.load(trace_path(folder, name), weights_only=True)
         for count in counts:
             schedule = {"kind": "looped_bfs", "stages_per_rank": count}
             try:
-                trace = _trace(entry(name), {}, _path(folder, f"{name} {count}"), pipeline={"schedule": schedule})
+                trace = train_entry(
+                    entry(name), {}, trace_path(folder, f"{name} {count}"), pipeline={"schedule": schedule}
+                )
             except UserError as error:
                 found[name] = f"error: {error}"
                 break
             except Exception as error:
                 found[name] = f"{count} stages: {type(error).__name__}: {error}"[:600]
                 break
-            if lines := list(_compare(trace, expected, 1)):
+            if lines := list(compare_traces(trace, expected, 1)):
                 found[name] = f"{count} stages: {lines[0]}"
                 break
     return found
@@ -361,7 +368,7 @@ def context_differences(
         for name in names:
             try:
                 animal = entry(name)
-                batch, model = animal.batch(), _built(animal)
+                batch, model = animal.batch(), built_module(animal)
                 # Norms and rotary tables that compute in float32 round differently.
                 with cpu_seconds(40), float64_by_default(), AllFloat64():
                     expected = _two_losses(model, batch, None)
@@ -369,7 +376,7 @@ def context_differences(
                 found[name] = f"not run: {type(error).__name__}: {error}"[:300]
                 continue
             try:
-                model: Any = _built(animal)
+                model: Any = built_module(animal)
                 provider = hugging_face_model(model.config, type(model))
                 provider.parallelize(model, ctx)
                 with float64_by_default(), AllFloat64():
@@ -386,7 +393,7 @@ def context_differences(
 
 def _two_losses(model: Any, batch: Batch, ctx: DistributedContext | None) -> dict[str, Tensor]:
     """Return the gradients of a step and the losses before and after it; `ctx` has the context-parallel ranks."""
-    task, losses = _SumOfRows(), []
+    task, losses = SumOfRows(), []
     gradients: dict[str, Tensor] = {}
     sync = None if ctx is None else GradientSync(model)
     if ctx is not None:
@@ -442,21 +449,21 @@ def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folde
     """
     found: dict[str, list[str]] = {}
     for name in names:
-        expected = torch.load(_path(folder, name), weights_only=True)
+        expected = torch.load(trace_path(folder, name), weights_only=True)
         found[name] = []
         for mesh in meshes:
             if "tensor_parallel" in mesh and not entry(name).has_tensor_plan:
                 continue
             layout = ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "one process"
             try:
-                trace = _trace(entry(name), mesh, _path(folder, f"{name} {layout}"))
+                trace = train_entry(entry(name), mesh, trace_path(folder, f"{name} {layout}"))
             except UserError as error:
                 found[name].append(f"refused: {error}")
                 break
             except Exception as error:
                 found[name].append(f"{layout}: {type(error).__name__}: {error}"[:600])
                 continue
-            found[name] += [f"{layout}: {line}" for line in _compare(trace, expected, prod(mesh.values()))][:4]
+            found[name] += [f"{layout}: {line}" for line in compare_traces(trace, expected, prod(mesh.values()))][:4]
     return found
 
 
@@ -470,14 +477,23 @@ def compiled_differences(name: str, mesh: Mapping[str, int], folder: str) -> tup
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.graph_break_reasons.clear()
     printed = io.StringIO()
-    expected = torch.load(_path(folder, name), weights_only=True)
+    expected = torch.load(trace_path(folder, name), weights_only=True)
     with redirect_stdout(printed):
-        trace = _trace(entry(name), mesh, Path(folder) / f"compiled {len(mesh)}", compile="inductor")
+        trace = train_entry(entry(name), mesh, Path(folder) / f"compiled {len(mesh)}", compile="inductor")
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return list(_compare(trace, expected, prod(mesh.values()))), graphs, printed.getvalue()
+    return list(compare_traces(trace, expected, prod(mesh.values()))), graphs, printed.getvalue()
 
 
-def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path, **settings: Any) -> Trace:
+def train_entry(
+    animal: Entry,
+    mesh: Mapping[str, int],
+    folder: Path,
+    *,
+    model: ModelProvider | None = None,
+    task: Task | None = None,
+    **settings: Any,
+) -> Trace:
+    """Train a module by the Trainer; return its trace. Collective."""
     batch = animal.batch()
     samples = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
     trace: Trace = {"steps": [{} for _ in range(STEPS)]}
@@ -488,9 +504,9 @@ def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path, **settings: Any
 
     trainer = Trainer(
         _config(mesh, folder, settings),
-        model=_provider(animal, mesh, settings),
+        model=model or _provider(animal, mesh, settings),
         data=samples,
-        task=_Sum(),
+        task=task or _Sum(),
         optimizer=_sgd,
         lr_schedule=_constant,
     )
@@ -524,10 +540,10 @@ def _constant(_step: int) -> float:
 def _config(mesh: Mapping[str, int], folder: Path, settings: Mapping[str, Any]) -> TrainerConfig:
     return TrainerConfig.model_validate(
         {
-            **settings,
             "steps": STEPS,
             "seed": SEED,
             "batch": {"global_size": BATCH},
+            **settings,
             "run": {"folder": folder},
             "mesh": mesh,
             "gradients": {"max_norm": None},
@@ -545,7 +561,7 @@ def _config(mesh: Mapping[str, int], folder: Path, settings: Mapping[str, Any]) 
     )
 
 
-def _compare(trace: Trace, expected: Trace, num_ranks: int) -> Iterator[str]:
+def compare_traces(trace: Trace, expected: Trace, num_ranks: int) -> Iterator[str]:
     """Yield the differences. The bounds of losses, gradients and trained values follow from their error E of rounding.
 
     A layout of R ranks rounds R parts of each sum over samples, and log2(R) sums of them, where the plain loop rounds
@@ -592,5 +608,5 @@ def compare_values(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, T
             yield f"{what} {name}: not expected"
 
 
-def _path(folder: str, name: str) -> Path:
+def trace_path(folder: str, name: str) -> Path:
     return Path(folder) / name.replace("/", "_")

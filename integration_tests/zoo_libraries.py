@@ -230,6 +230,14 @@ def library_entry(name: str) -> Entry:
         "decoders": lambda name: _transformers(name, num_layers=4),
         # A window and a chunk are shorter than the part of a rank.
         "contexts": lambda name: _transformers(name, num_layers=4, window=5, length=16, is_plain=False),
+        "compositions": lambda name: _transformers(
+            name,
+            num_layers=4,
+            window=5,
+            length=16,
+            changes={} if name in _FITTED else _SPARSE.get(name, {}),
+            is_plain=False,
+        ),
         "experts": lambda name: _transformers(name, changes=_SPARSE.get(name, {}), is_plain=False),
         "timm": _timm,
         "torchvision": _torchvision,

@@ -2,21 +2,19 @@
 
     uv run --group test python packages/d9d-moe/benchmarks/all_to_all.py --output all_to_all.json
 
-Ranks are processes of this machine, over gloo. Bytes are counted at the calls of the collective. The minimum is one row
-per token and other rank that has some of its experts, for dispatch and combine, forward and backward. `metadata` counts
-the other data sent: numbers of rows, expert indices, and the weights and their gradients. `per_choice` is the cost of
-sending one row per choice of an expert on another rank.
+Ranks are processes of this machine, over gloo. Bytes are counted at the operators of the collective. The minimum is
+one row per token and other rank that has some of its experts, for dispatch and combine, forward and backward.
+`metadata` counts the other data sent: numbers of rows, expert indices, and the weights and their gradients.
+`per_choice` is the cost of sending one row per choice of an expert on another rank.
 """
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
@@ -46,24 +44,30 @@ def main() -> None:
         args.output.write_text(text + "\n", encoding="utf-8")
 
 
+@final
+class _Sent(TorchDispatchMode):
+    """Adds the bytes that a rank sends to other ranks in all-to-alls: rows of tokens, and other data."""
+
+    def __init__(self, rank: int, hidden_size: int) -> None:
+        super().__init__()
+        self.bytes = {"moved": 0, "metadata": 0}
+        self._rank, self._hidden_size = rank, hidden_size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            x, _, sizes, _ = args
+            is_row = x.shape[-1] == self._hidden_size and x.is_floating_point()
+            self.bytes["moved" if is_row else "metadata"] += (sum(sizes) - sizes[self._rank]) * x[:1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
 def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
     """Return the bytes that this rank sends in forward and backward, and the minimum."""
-    sent = {"moved": 0, "metadata": 0}
-    real = dist.all_to_all_single
-
-    def counted(received: Tensor, x: Tensor, arriving: Any = None, leaving: Any = None, **options: Any) -> Any:
-        group = options["group"]
-        parts = [len(x) // group.size()] * group.size() if leaving is None else leaving
-        row_bytes = x[0].numel() * x.element_size() if len(x) else 0
-        is_row = x.shape[1] == sizes["hidden_size"] and x.is_floating_point()
-        sent["moved" if is_row else "metadata"] += (sum(parts) - parts[group.rank()]) * row_bytes
-        return real(received, x, arriving, leaving, **options)
-
     with MeshConfig(data_parallel_shard=-1, expert_parallel=-1).build() as ctx:
         routing = _routing(routing_name, sizes, seed=ctx.rank)
         tokens = torch.randn(sizes["tokens"], sizes["hidden_size"], requires_grad=True)
         routing.probabilities.requires_grad_()
-        with mock.patch.object(dist, "all_to_all_single", counted):
+        with _Sent(ctx.rank, sizes["hidden_size"]) as sent:
             dispatcher = AllToAllDispatcher(ctx.group_for("expert", "ep_shard"))
             dispatched = dispatcher.dispatch(tokens, routing, num_experts=sizes["experts"])
             dispatched.combine(dispatched.rows).wait().sum().backward()
@@ -72,7 +76,7 @@ def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
         is_there_TR[:, ctx.rank] = False
     row_bytes = 4 * tokens[0].nbytes  # dispatch and combine, forward and backward
     return {
-        **sent,
+        **sent.bytes,
         "bound": int(is_there_TR.sum()) * row_bytes,
         "per_choice": int((homes_TA != ctx.rank).sum()) * row_bytes,
     }

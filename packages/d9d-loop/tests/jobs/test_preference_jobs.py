@@ -495,13 +495,22 @@ def test_tokens_and_losses_of_dpo_equal_those_of_trl(form: str, folder: Path, tm
             theirs.append([ids[:-1], ([-100] * len(row["prompt_ids"]) + row[key])[1:]])
     assert [[row["input_ids"].tolist(), row["labels"].tolist()] for row in rows] == theirs
     trainer.train()
-    logged = [each for each in trainer.state.log_history if "loss" in each]
     run = _train(config)
     records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    # TRL rounds logged values to 4 digits.
-    assert [each["loss"] for each in logged] == pytest.approx([each["loss"] for each in records], abs=1e-3)
-    margins = [each["rewards/margins"] for each in logged]
-    assert margins == pytest.approx([each["reward_margin"] for each in records], abs=1e-3)
+    _assert_equal_steps(run, records, trainer, "rewards/margins", "rewards/accuracies")
+
+
+def _assert_equal_steps(run: Path, records: list[Any], trainer: Any, margin: str, accuracy: str) -> None:
+    """Compare all steps and the trained weights, computed in float32 by both, with those of a trainer of TRL."""
+    names = {"loss": "loss", "grad_norm": "grad_norm", "reward_margin": margin, "reward_accuracy": accuracy}
+    logged = [each for each in trainer.state.log_history if "loss" in each]
+    assert len(records) == len(logged) == STEPS
+    for ours, theirs in zip(records, logged, strict=True):
+        expected = [theirs[name] for name in names.values()]
+        assert [ours[name] for name in names] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    exported = type(trainer.model).from_pretrained(run / "export", dtype=torch.float32).state_dict()
+    for name, expected in trainer.model.state_dict().items():
+        torch.testing.assert_close(exported[name], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -524,8 +533,9 @@ def test_tokens_and_losses_of_a_reward_model_equal_those_of_trl(form: str, folde
     rows = [row["input_ids"].tolist() for entry in stream.cursor().take(len(samples)) for row in stream.read(entry)]
     assert rows == [row[key] for row in trainer.train_dataset for key in ("chosen_ids", "rejected_ids")]
     trainer.train()
-    logged = [each["loss"] for each in trainer.state.log_history if "loss" in each]
-    assert logged == pytest.approx(_losses(_train(config)), abs=1e-3)
+    run = _train(config)
+    records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    _assert_equal_steps(run, records, trainer, "margin", "accuracy")
 
 
 def _turn(role: str, content: str) -> list[dict[str, str]]:
