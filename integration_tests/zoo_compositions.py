@@ -41,15 +41,19 @@ AXES: Mapping[str, str] = {
 
 _ALWAYS = ("data_parallel_shard", "data_parallel_replicate")
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv")
-_RANKS, _COUNT, _MICROBATCH = 4, 3, 3
+_COUNT, _MICROBATCH = 3, 3
 _SECONDS = 150
 
 
 class Composition(NamedTuple):
-    """Layout of four ranks, and the schedule of its pipeline, if any."""
+    """Layout of ranks, and the schedule of its pipeline, if any."""
 
     mesh: Mapping[str, int]
     schedule: str | None
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(size for axis, size in self.mesh.items() if axis != "expert_parallel")
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -101,19 +105,20 @@ def _outcome(name: str, axes: Collection[str], folder: str) -> str:
     return "equal"
 
 
-def difference(name: str, composition: Composition, folder: str, mutant: str | None = None) -> str:
+def difference(name: str, composition: Composition, folder: str, mutant: str | None = None, **settings: Any) -> str:
     """Return the first difference of a type from its plain loop, an error, or an empty string."""
     place = Path(folder) / f"{name} {composition}".replace("/", "_")
     place.mkdir()
-    lines = run_ranks(_write_trace, name, composition, str(place), mutant, world_size=_RANKS, timeout=_SECONDS)
+    ranks = composition.num_ranks
+    lines = run_ranks(_write_trace, name, composition, str(place), mutant, settings, world_size=ranks, timeout=_SECONDS)
     if line := next(filter(None, lines), ""):
         return line
     expected: Trace = torch.load(trace_path(folder, name), weights_only=True)
-    traces: list[Trace] = [torch.load(place / f"{rank}.pt", weights_only=True) for rank in range(_RANKS)]
+    traces: list[Trace] = [torch.load(place / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
     whole: Trace = {}
     for trace in traces:  # a pipeline stage has its own parameters
         whole = _merged(whole, trace)
-    return next((line for trace in traces for line in compare_traces(_merged(whole, trace), expected, _RANKS)), "")
+    return next((line for trace in traces for line in compare_traces(_merged(whole, trace), expected, ranks)), "")
 
 
 def _merged(first: Trace, second: Trace) -> Trace:
@@ -144,9 +149,9 @@ def _loss(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return SumOfRows().loss(outputs, dict(batch)).total / BATCH
 
 
-def _write_trace(name: str, composition: Composition, folder: str, mutant: str | None) -> str:
+def _write_trace(name: str, composition: Composition, folder: str, mutant: str | None, settings: dict[str, Any]) -> str:
     """Train in a layout, and write the trace of this rank; return an error, or an empty string. Collective."""
-    settings: dict[str, Any] = {"batch": {"global_size": BATCH, "microbatch_size": _MICROBATCH}}
+    settings = {"batch": {"global_size": BATCH, "microbatch_size": _MICROBATCH}, **settings}
     if composition.schedule is not None:
         settings["pipeline"] = {"schedule": composition.schedule}
     try:

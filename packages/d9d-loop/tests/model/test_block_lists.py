@@ -77,7 +77,7 @@ def test_inner_lists_are_not_blocks_and_the_largest_list_is_first() -> None:
     layer.add_module("experts", nn.ModuleList(_linears(3)))
     lists = {
         "small": nn.ModuleList(_linears(1)),
-        "large": nn.ModuleDict({"a": layer, "b": nn.Linear(2, 2)}),
+        "large": nn.ModuleDict({"0": layer, "1": nn.Linear(2, 2)}),
         "empty": nn.ModuleList(),
         "parts": nn.ModuleList([nn.ModuleList(_linears(2)), nn.ModuleList(_linears(1))]),
     }
@@ -86,6 +86,35 @@ def test_inner_lists_are_not_blocks_and_the_largest_list_is_first() -> None:
         model.add_module(name, each)
     assert list(block_lists(model)) == ["large", "parts.0", "small", "parts.1"]
     assert len(blocks_of(model)) == 6
+
+
+def _tower(depth: int, width: int = 2) -> nn.Module:
+    tower = nn.Module()
+    tower.add_module("embed", nn.Linear(width, width))
+    tower.add_module("layers", nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(depth)]))
+    return tower
+
+
+def test_a_dictionary_of_towers_has_the_lists_of_the_towers() -> None:
+    model = nn.Module()
+    model.add_module("towers", nn.ModuleDict({"image": _tower(2), "text": _tower(3)}))
+    assert list(block_lists(model)) == ["towers.text.layers", "towers.image.layers"]
+    assert [type(each) for each in blocks_of(model)] == [nn.Sequential] * 5
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"0": _tower(2), "1": _tower(3)},  # numbered layers, which may have lists of experts
+        {"layer0": _tower(2), "layer1": _tower(3)},
+        {"first": _tower(1, width=8), "second": _tower(1, width=8)},  # most of it is not in lists
+    ],
+    ids=["numbers", "numbered", "small lists"],
+)
+def test_a_dictionary_of_layers_has_these_layers(layers: dict[str, nn.Module]) -> None:
+    model = nn.Module()
+    model.add_module("layers", nn.ModuleDict(layers))
+    assert list(block_lists(model)) == ["layers"]
 
 
 def test_a_list_with_a_forward_is_a_block() -> None:

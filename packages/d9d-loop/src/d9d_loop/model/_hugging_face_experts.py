@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from d9d_dist import DistributedContext, Precision, UserError
+from d9d_dist import DistributedContext, UserError
 from d9d_dist.install_hint import install_hint
 
 
@@ -33,10 +33,3 @@ def check_experts(model: nn.Module, ctx: DistributedContext) -> Collection[str]:
         "the decorator use_experts_implementation of transformers. Set the degree to 1, and shard with "
         "mesh.data_parallel_shard."
     )
-
-
-def shard_experts(model: nn.Module, ctx: DistributedContext, precision: Precision | None) -> None:
-    """Shard the experts of a model or stage over the expert-parallel axis, and let dispatchers send them tokens."""
-    from d9d_moe import parallelize_moe  # noqa: PLC0415 - an extra
-
-    parallelize_moe(model, ctx, precision=precision)

@@ -22,7 +22,7 @@ from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
 from d9d_loop.model._block_trace import BlockTrace, trace_blocks
 from d9d_loop.model._hugging_face_context import split_rows
-from d9d_loop.model._hugging_face_experts import check_experts, shard_experts
+from d9d_loop.model._hugging_face_experts import check_experts
 from d9d_loop.model._hugging_face_heads import Accepted
 from d9d_loop.model._hugging_face_masks import mask_packed_rows
 from d9d_loop.model._hugging_face_stage import Absent, cut_stage
@@ -187,7 +187,9 @@ class _HuggingFaceModel(ModelProvider):
         # In a pipeline, do not reshard after forward: a stage would gather its parameters for each microbatch.
         reshard = ctx.size("regular", "pp") == 1
         if experts:
-            shard_experts(model, ctx, inner)
+            from d9d_moe import parallelize_moe  # noqa: PLC0415 - an extra
+
+            parallelize_moe(model, ctx, precision=inner)
         for block in _gathered_blocks(model):
             parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner, reshard_after_forward=reshard)
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=precision, reshard_after_forward=reshard)
