@@ -56,7 +56,7 @@ def _train_adapters(folder: str, mesh: Mapping[str, int], settings: dict[str, An
     config: dict[str, Any] = {
         "steps": _STEPS,
         "batch": {"global_size": 8, "microbatch_size": 2},
-        "run": {"folder": f"{folder}/{len(mesh)}"},
+        "run": {"folder": f"{folder}/{'-'.join(mesh)}"},
         "mesh": mesh,
         "trackers": (),
         "export": False,
