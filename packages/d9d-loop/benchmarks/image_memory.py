@@ -2,9 +2,9 @@
 
     python packages/d9d-loop/benchmarks/image_memory.py
 
-Prints JSON, in MiB: the peak of the private memory of two workers above that with one small batch each; the decoded
-images (3 bytes a pixel) of the batches that they read at that time; and the pixels of these images, which the processor
-computes and which wait for the model: 24 bytes a pixel, as float32 and for two frames.
+Prints JSON, in MiB: the private memory of two workers with one small batch each (`base`), which does not depend on the
+images, and their peak above it; the decoded images (3 bytes a pixel) of the batches that they read at that time; and
+the pixels of these images as the model gets them: 24 bytes a pixel, as float32 and for two frames.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from vision_cases import (  # ty: ignore[import-not-found] - beside the tests
 
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.worker_pool import WorkerPool
-from d9d_loop.jobs.vision_data import image_chats
+from d9d_loop.jobs import NextToken, image_chats
 
 NUM_WORKERS, NUM_BATCHES = 2, 8
 
@@ -92,12 +92,12 @@ def measure(batch_size: int, side: int) -> dict[str, float]:
         thread.start()
         pixel_bytes = 0
         for batch in batches:
-            pixel_bytes = max(pixel_bytes, batch["pixel_values"].nbytes)
+            pixel_bytes = max(pixel_bytes, NextToken().inputs(batch)["pixel_values"].nbytes)
         done.set()
         thread.join()
         pool.close()
     images = NUM_WORKERS * batch_size * side * side * 3
-    found = {"peak": peak - before, "images": images, "pixels": NUM_WORKERS * pixel_bytes}
+    found = {"base": before, "peak": peak - before, "images": images, "pixels": NUM_WORKERS * pixel_bytes}
     ratios = {f"ratio_to_{name}": found["peak"] / found[name] for name in ("images", "pixels")}
     return {key: round(each / 2**20, 1) for key, each in found.items()} | {k: round(v, 2) for k, v in ratios.items()}
 

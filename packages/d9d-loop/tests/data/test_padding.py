@@ -1,4 +1,6 @@
+import multiprocessing
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import pytest
@@ -73,3 +75,18 @@ def test_batches_are_joined_and_padded() -> None:
     assert whole["pixels"][:, 0].tolist() == [[4] * 4, [2, 2, 0, 0], [2, 2, 0, 0]]
     alone = join_batches(parts[:1], {"input_ids": 7})
     assert alone is parts[0]
+
+
+def _send_whether_shared(end: Connection) -> None:
+    joined = join_batches([{"x": torch.ones(1)}, {"x": torch.ones(1)}], {})
+    end.send(joined["x"].untyped_storage().is_shared())
+
+
+@pytest.mark.parametrize("name", ["SpawnProcess-1", "d9d-data-0"])
+def test_only_data_workers_join_in_shared_memory(name: str) -> None:
+    context = multiprocessing.get_context("fork")
+    end, theirs = context.Pipe()
+    process = context.Process(target=_send_whether_shared, args=(theirs,), name=name)
+    process.start()
+    assert end.recv() == (name == "d9d-data-0")
+    process.join()

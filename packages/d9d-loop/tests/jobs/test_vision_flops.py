@@ -90,7 +90,7 @@ def _counted(model: nn.Module, batch: dict[str, Any]) -> int:
 def _of_all_pairs(formula: FlopFormula, batch: dict[str, Any]) -> float:
     num_rows, length = batch["input_ids"].shape
     pairs = num_rows * length**2 * sum(each.per_pair for each in formula.attention)
-    images = 0.0 if formula.images is None else float(formula.images.of(batch))
+    images = 0.0 if formula.images is None else float(formula.images.of(TASK.inputs(batch)))
     return num_rows * length * formula.per_row + pairs + images
 
 
@@ -116,7 +116,9 @@ def test_flops_equal_those_of_torch_for_other_images(family: str, trained: str, 
             meter = FlopMeter(formula, TASK)
             meter.add(to_inputs(TASK.inputs(batch)), batch)
             lengths = batch["attention_mask"].sum(1).tolist()
-            assert float(meter.take()) == pytest.approx(formula.of_lengths(lengths) + float(formula.images.of(batch)))
+            assert float(meter.take()) == pytest.approx(
+                formula.of_lengths(lengths) + float(formula.images.of(TASK.inputs(batch)))
+            )
     if trained != "tower":  # samples without images
         texts = {name: batches[-1][name][:1] for name in ("input_ids", "attention_mask", "labels")}
         assert _of_all_pairs(formula, texts) == pytest.approx(_counted(model, texts), rel=1e-12)
@@ -131,8 +133,9 @@ def test_images_that_were_not_measured_are_not_counted_as_nothing(released: Path
     images = measure_flops(meta_copy(model), TASK, texts)[0].images
     assert images is not None
     assert images.of(texts) == 0.0
-    assert math.isnan(images.of(batch))
-    videos = {**texts, "pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
+    pixels = TASK.inputs(batch)["pixel_values"]
+    assert math.isnan(images.of({**batch, "pixel_values": pixels}))
+    videos = {**texts, "pixel_values_videos": pixels, "video_grid_thw": batch["image_grid_thw"]}
     assert math.isnan(images.of(videos))
     with pytest.raises(NotImplementedError, match="videos"):
         measure_flops(meta_copy(model), TASK, videos)

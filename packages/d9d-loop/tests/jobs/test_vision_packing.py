@@ -115,8 +115,8 @@ def _without_start(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _with_turned_images(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    parts = batch["pixel_values"].split(batch["image_grid_thw"].prod(1).tolist())
-    return {**batch, "pixel_values": torch.cat(parts[::-1]), "image_grid_thw": batch["image_grid_thw"].flip(0)}
+    parts = batch["image_bytes"].split(batch["image_grid_thw"].prod(1).tolist())
+    return {**batch, "image_bytes": torch.cat(parts[::-1]), "image_grid_thw": batch["image_grid_thw"].flip(0)}
 
 
 @pytest.mark.sample("mask")

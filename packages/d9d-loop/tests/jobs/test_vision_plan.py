@@ -51,8 +51,8 @@ def test_a_dry_run_has_the_flops_and_the_memory_of_a_step(family: str, released:
     transformers: Any = import_module("transformers")
     model = transformers.AutoModelForImageTextToText.from_pretrained(released / family).train()
     batch = plan.first_batch()
-    inputs = to_inputs(plan.task.inputs(batch))
     with recorded() as real, FlopCounterMode(display=False) as counter:
+        inputs = to_inputs(plan.task.inputs(batch))
         plan.task.loss(model(*inputs.first, **inputs.shared), batch).total.backward()
     assert dry.flops == real.flops
     if "moe" not in family:  # torch's counter does not count grouped products
@@ -126,10 +126,14 @@ def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) ->
     assert plan.memory[0].parameters > 0
 
 
-@pytest.mark.slow("none-all", "full-frozen")
+@pytest.mark.slow("none-all", "full-frozen", "decoder-frozen")
 @pytest.mark.parametrize("freeze", [[], ["visual"]], ids=["all", "frozen"])
-@pytest.mark.parametrize(("recompute", "modules"), [("none", None), ("full", "blocks")], ids=["none", "full"])
-def test_a_frozen_tower_is_no_recomputation(
+@pytest.mark.parametrize(
+    ("recompute", "modules"),
+    [("none", None), ("full", "blocks"), ("full", r"model\.language_model\.layers\.\d+")],
+    ids=["none", "full", "decoder"],
+)
+def test_a_tower_is_no_recomputation_of_the_decoder(
     freeze: list[str], recompute: str, modules: str | None, released: Path
 ) -> None:
     batch = {"global_size": 1, "microbatch_size": 1}

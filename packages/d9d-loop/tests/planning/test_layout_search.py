@@ -29,6 +29,7 @@ from d9d_loop.planning.layout_search import (
 )
 from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
 from d9d_loop.planning.schedule_time import scheduled_step_time
+from d9d_loop.planning.step_model import stage_layers
 from d9d_pipeline import DualPipeV, Schedule, ZeroBubble1P, ZeroBubbleV, build
 
 QWEN3_30B = DecoderShape(
@@ -109,6 +110,20 @@ def test_a_search_for_a_job_considers_its_number_of_replicas() -> None:
     assert {(each.data_parallel_replicate, each.data_parallel_shard) for each in meshes} == {(1, 8), (2, 4)}
     for mesh in meshes:
         mesh.resolve(8)
+
+
+def test_a_search_balances_the_stages_of_each_layout_by_the_cost_of_the_tower() -> None:
+    job = PlanLayout(dp=8, length=4096, tower_layers=1.4)
+    costs = {
+        (each.tp * each.cp, each.num_stages): each.virtual_layers
+        for each in legal_layouts(DENSE_8B, HARDWARE, SearchSpace.of(job, 8))
+    }
+    assert costs[1, 2] == (1, 0)
+    assert costs[2, 2] == (3, 0)
+    assert all(wanted == (round(1.4 * parts), 0) for (parts, count), wanted in costs.items() if parts * count <= 8)
+    large = SearchSpace.of(replace(job, tower_layers=1e3), 8)
+    stages = [stage_layers(DENSE_8B, each, 0) for each in legal_layouts(DENSE_8B, HARDWARE, large)]
+    assert min(stages) == (1, 0)  # each stage keeps a layer
 
 
 @pytest.mark.parametrize("schedule", [ZeroBubble1P(stages_per_rank=2), ZeroBubbleV(), DualPipeV()])

@@ -106,8 +106,9 @@ def test_costs_extrapolated_from_few_layers_equal_a_dry_run_of_all_layers(
         plan, ranks=ranks, world_size=4, num_microbatches=(1, plan.num_microbatches), precision="bfloat16"
     )
     for short, run in zip(found, whole, strict=True):
-        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "attention_calls"):
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"):
             assert getattr(short, name) == getattr(run, name), name
+        assert short.attention_calls() == run.attention_calls()
         for name in ("first", "forward_backward", "update"):
             one, other = getattr(short, name), getattr(run, name)
             assert (one.flops, one.peak_bytes) == (other.flops, other.peak_bytes)

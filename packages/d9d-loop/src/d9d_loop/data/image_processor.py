@@ -1,12 +1,21 @@
-"""Processor of images of a model folder: renders placeholders of images as tokens, and images as pixels."""
+"""Processor of images of a model folder: renders placeholders of images as tokens, and images as pixels.
+
+N: patches, C: channels, F: frames, P: pixels of a patch.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
+import torch
+from torch import Tensor
+
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.data.text_tokenizer import normalize_tokenizer
+
+IMAGE_BYTES = "image_bytes"
+"""Entry of a batch with the patches of images as bytes [N, C P], beside their `image_scale`; see `byte_scale`."""
 
 
 def read_processor(folder: Path | None) -> Any:
@@ -62,3 +71,37 @@ class _Replacements:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         texts, self.found = type(self._processor).get_text_with_replacements(self._processor, *args, **kwargs)
         return texts, self.found
+
+
+def byte_scale(processor: Any) -> Tensor | None:
+    """Return the mean and standard deviation [2, C, F] with which a processor normalizes the bytes of its patches.
+
+    `None` if its pixels are not patches of F equal frames, or not bitwise equal to those of `pixels_of`. Bytes of one
+    frame need 1 / (4 F) of the memory.
+    """
+    from PIL import Image  # noqa: PLC0415 - an extra
+
+    made = processor.image_processor
+    try:
+        of_channels = torch.tensor([made.image_mean, made.image_std]) * (1 / made.rescale_factor)
+        scale = of_channels[..., None].repeat(1, 1, made.temporal_patch_size)
+        noise = torch.randint(256, (96, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
+        images = [Image.fromarray(each) for each in (noise, noise[:64, :64])]
+        expected = made(images, return_tensors="pt")["pixel_values"]
+        found = made(images, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"]
+        is_equal = found.dtype == torch.uint8 and pixels_of(first_frames(found, scale), scale).equal(expected)
+    except Exception:  # the processor has other settings
+        return None
+    return scale if is_equal else None
+
+
+def first_frames(patches: Tensor, scale: Tensor) -> Tensor:
+    """Return the first frame [N, C P] of patches [N, C F P]."""
+    return patches.unflatten(1, (*scale.shape[1:], -1))[:, :, 0].flatten(1)
+
+
+def pixels_of(frames: Tensor, scale: Tensor) -> Tensor:
+    """Return normalized patches [N, C F P] in float32, of the bytes [N, C P] of one frame and their `byte_scale`."""
+    mean, std = scale[:, :, :1]
+    frame = frames.unflatten(1, (len(mean), -1)).float().sub_(mean).div_(std)
+    return frame[:, :, None].expand(-1, -1, scale.shape[-1], -1).flatten(1)

@@ -6,7 +6,7 @@ B: number of samples, L: padded length.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from multiprocessing import parent_process
+from multiprocessing import current_process
 from typing import Any, Literal, final
 
 import torch
@@ -15,6 +15,9 @@ from torch.utils.data import default_collate
 
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
+
+WORKER_NAME = "d9d-data"
+"""Begin of the names of the processes of `WorkerPool`."""
 
 Side = Literal["left", "right"]
 """Side of a sequence on which it is padded."""
@@ -121,7 +124,7 @@ def join_batches(parts: list[dict[str, Tensor]], row_values: Mapping[str, float]
 
 def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a new tensor without values, in a worker process in shared memory."""
-    if parent_process() is None or not prod(shape):
+    if not current_process().name.startswith(WORKER_NAME) or not prod(shape):
         return torch.empty(shape, dtype=dtype)
     storage = torch.UntypedStorage._new_shared(prod(shape) * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, torch.Size(shape))  # ty: ignore[no-matching-overload]

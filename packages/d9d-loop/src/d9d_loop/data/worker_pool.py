@@ -23,6 +23,7 @@ import torch
 from torch import multiprocessing
 
 from d9d_dist import UserError
+from d9d_loop.data.padding import WORKER_NAME
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data_error import DataError
 
@@ -102,7 +103,10 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         self._sample = context.RawValue("q", 0)  # index of the sample being read
         self.process: BaseProcess = context.Process(
-            target=_work, args=(theirs, stopped, self._sample, reader, seed), name=f"d9d-data-{number}", daemon=True
+            target=_work,
+            args=(theirs, stopped, self._sample, reader, seed),
+            name=f"{WORKER_NAME}-{number}",
+            daemon=True,
         )
         self._job: ReadJob | None = None
         self.process.start()

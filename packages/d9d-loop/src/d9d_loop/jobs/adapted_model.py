@@ -42,7 +42,7 @@ class AdaptedModel(ModelProvider):
                 f"{install_hint('d9d-peft')}"
             ) from None
         self._peft: Any = d9d_peft
-        self._base, self._adapter = base, adapter
+        self._base, self._adapter, self.virtual_layers = base, adapter, base.virtual_layers
         self._target, self._tuned, self._tied, self._summary = "", frozenset[str](), list[str](), ""
 
     @property
@@ -56,6 +56,7 @@ class AdaptedModel(ModelProvider):
         The adapters are initialized even if the base model is on `meta`. The weights of such a base model are
         quantized while they are loaded.
         """
+        self._base.virtual_layers = self.virtual_layers
         model, is_part, chosen = self._base.build(stage), stage.count > 1, self._adapter
         self.virtual_layers = self._base.virtual_layers
         base_mapper = self._base.state_mapper(model)  # before the injection, which changes names
@@ -80,9 +81,9 @@ class AdaptedModel(ModelProvider):
                 self._export_mapper = export_mapper(self, model, base_only=True)
         return model
 
-    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:
-        """Balance the stages of the base model."""
-        self._base.balance(model, inputs, num_parts=num_parts)
+    def first_cost(self, model: nn.Module, inputs: Callable[[], Inputs]) -> float | None:
+        """Return the cost of the base model."""
+        return self._base.first_cost(model, inputs)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize the base model with its adapters. Print once what is trained."""

@@ -18,12 +18,13 @@ def end_ids(config: TextJobConfig) -> list[int]:
 
     They are those of the model, the token that ends each turn or text in training, and that of the tokenizer.
     """
-    folder, tokenizer = config.model.folder, text_tokenizer(config)
-    known = [] if folder is None or _is_foreign(folder, tokenizer) else _end_ids_of(folder)
+    folder, chat = config.model.folder, chat_tokenizer(config) if config.job in CHAT_JOBS else None
+    tokenizer = text_tokenizer(config) if chat is None else chat.text_tokenizer
+    known = [] if folder is None or _is_foreign(config, tokenizer) else _end_ids_of(folder)
     known = listed_ids(config.model.entries.get("eos_token_id")) or known
     end = config.dataset.end_token
     of_text = None if end is None else tokenizer.token_id(end)
-    trained = chat_tokenizer(config).end_of_turn() if config.job in CHAT_JOBS else of_text
+    trained = of_text if chat is None else chat.end_of_turn()
     return listed_ids([*known, trained, tokenizer.end_id])
 
 
@@ -52,22 +53,25 @@ def write_special_ids(config: TextJobConfig, folder: Path) -> None:
 
 def _changes(config: TextJobConfig, model: Mapping[str, Any], ends: Sequence[int]) -> dict[str, int | None]:
     """Return the special ids of the job that differ from those of the model's configuration."""
-    base, tokenizer, known = config.model.folder, text_tokenizer(config), listed_ids(model.get("eos_token_id"))
+    known = listed_ids(model.get("eos_token_id"))
     found: dict[str, int | None] = {}
-    if base is not None and config.model.tokenizer is not None:
+    if config.model.folder is not None and config.model.tokenizer is not None:
+        tokenizer = text_tokenizer(config)
         found = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
         found |= {} if tokenizer.end_id in known else {"eos_token_id": tokenizer.end_id}
-        if not _is_foreign(base, tokenizer):
+        if not _is_foreign(config, tokenizer):
             found = {name: number for name, number in found.items() if number is not None}
     elif not known and ends:
         found["eos_token_id"] = ends[0]
     return {name: number for name, number in found.items() if model.get(name) != number}
 
 
-def _is_foreign(folder: Path, tokenizer: TextTokenizer) -> bool:
-    """Return True if the tokenizer of the model in a folder has other tokens."""
+def _is_foreign(config: TextJobConfig, tokenizer: TextTokenizer) -> bool:
+    """Return True if the job's tokenizer is of another folder than its model, and has other tokens."""
+    if config.model.folder is None or config.model.tokenizer is None:
+        return False
     try:
-        return read_text_tokenizer(folder).identity() != tokenizer.identity()
+        return read_text_tokenizer(config.model.folder).identity() != tokenizer.identity()
     except UserError:  # the folder has no tokenizer
         return False
 

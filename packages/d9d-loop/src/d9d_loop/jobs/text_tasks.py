@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import ContextSplit
+from d9d_loop.data.image_processor import IMAGE_BYTES, pixels_of
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 from d9d_loop.task import InferenceTask, Loss, Task
@@ -30,7 +31,15 @@ def _wide(values: Tensor) -> Tensor:
 PER_TOKEN = frozenset(("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "mm_token_type_ids"))
 """Entries of a batch that have a value for each token [..., B, L]; others belong to the images of all rows."""
 
-_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept", "reference_log_probs", "cp"))
+_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept", "reference_log_probs", "cp", IMAGE_BYTES, "image_scale"))
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    """Return the entries of a batch that the model gets, with pixels if it has their bytes."""
+    inputs: dict[str, Any] = {key: each for key, each in batch.items() if key not in _NOT_INPUTS}
+    if IMAGE_BYTES in batch:
+        inputs["pixel_values"] = pixels_of(batch[IMAGE_BYTES], batch["image_scale"])
+    return inputs
 
 
 def _padded(batch: Batch, multiple: int) -> tuple[Batch, int]:
@@ -68,7 +77,7 @@ class NextToken(Task):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model."""
-        return {**{key: each for key, each in batch.items() if key not in _NOT_INPUTS}, "use_cache": False}
+        return {**_inputs(batch), "use_cache": False}
 
     def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
         """Pad the ends of rows with token id 0 and without labels; earlier positions do not attend to the padding."""
@@ -282,8 +291,7 @@ class Reward(Task):
 
 
 def _rows_of_pairs(batch: Batch) -> dict[str, Tensor]:
-    inputs = {key: each for key, each in batch.items() if key not in _NOT_INPUTS}
-    return {key: each.flatten(0, 1) if key in PER_TOKEN else each for key, each in inputs.items()}
+    return {key: each.flatten(0, 1) if key in PER_TOKEN else each for key, each in _inputs(batch).items()}
 
 
 def _rewards(outputs: Any, batch: Batch) -> Tensor:

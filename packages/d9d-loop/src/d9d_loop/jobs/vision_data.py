@@ -3,10 +3,11 @@
 B: samples, L: padded length.
 """
 
+import copy
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -33,7 +34,7 @@ from d9d_loop.data.image_chat import (
     read_image_chat,
     read_image_pair,
 )
-from d9d_loop.data.image_processor import read_processor
+from d9d_loop.data.image_processor import IMAGE_BYTES, byte_scale, first_frames, read_processor
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.padding import join_batches
 from d9d_loop.data.sample_files import DataFiles, open_samples
@@ -49,7 +50,7 @@ _logger = logging.getLogger(__name__)
 _NUM_CHECKED, _BYTES_CHECKED = 50_000, 1 << 28
 """Largest number of samples whose files are looked up before training, and of bytes of images that are read for it."""
 _NUM_TRIED = 64
-_BYTES_AT_ONCE = 1 << 20
+_BYTES_AT_ONCE = 1 << 18
 """Bytes of decoded images after which the processor converts: it needs many times as much meanwhile."""
 _STAND_IN = Conversation(
     [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "."}]}], first_trained=1
@@ -85,7 +86,8 @@ def image_chats(config: TextJobConfig, note: Note = _logger.info, *, pairs: bool
     A batch has the inputs of the model, `labels` [B, L], which are shifted, and -100 outside of the assistant's turns
     and on all tokens of an image, `num_skipped`, and `kept` [R]: the index of the sample of each row. A batch without
     an image gets one more row with a small one, without a label: all ranks must run the tower, because it takes part in
-    their collectives.
+    their collectives. Instead of `pixel_values` it may have bytes, see `image_processor.byte_scale`, which the tasks of
+    this package convert.
     """
     if config.dataset.packing:
         raise UserError(
@@ -147,11 +149,12 @@ def _skipped(what: str, data: TextDataConfig) -> UserError:
 @final
 @dataclass(frozen=True, slots=True)
 class ImageRow:
-    """Rendered conversation with its decoded images.
+    """Rendered conversation with its images.
 
     Attributes:
         text: Text with one placeholder for each image.
         spans: Characters of `text` that contribute to the loss.
+        images: Functions that decode its images; or the images, or their sizes.
         place: Function that returns the file and position of the sample.
     """
 
@@ -171,10 +174,7 @@ def _read_one(sample: Mapping[str, Any]) -> Sequence[ImageChat]:
 
 @final
 class ImageChats:
-    """Samples of files as one `ImageRow` for each conversation.
-
-    `None` for a sample with a broken image, if such samples are dropped.
-    """
+    """Samples of files as one `ImageRow` for each conversation, whose images are functions that decode them."""
 
     def __init__(
         self, samples: DataFiles, *, read: Read, tokenizer: ChatTokenizer, processor: Any, broken: OnBroken
@@ -183,6 +183,7 @@ class ImageChats:
         self._mark: str = processor.image_token
         self._settings: str = processor.to_json_string()
         self._broken = broken
+        self._image: Callable[[ImageSource, Path], Any] = partial(partial, decode_image)
         num_bytes = 0
         for index in range(min(len(samples), _NUM_CHECKED)):
             num_bytes += sum(
@@ -195,7 +196,7 @@ class ImageChats:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sequence[ImageRow] | None:
-        return self._rows(index, decode_image)
+        return self._rows(index, self._image)
 
     def sized(self, index: int) -> Sequence[ImageRow] | None:
         """Return a sample with the sizes of its images instead of their pixels."""
@@ -238,7 +239,9 @@ class ImageChats:
 
     def contents_digest(self) -> JsonValue:
         """Return tokenizer, processor, the contents of the files, and the digest of some samples with their images."""
-        return [self._tokenizer.identity(), self._settings, contents_of(self._samples), sampled_digest(self)]
+        decoded = copy.copy(self)
+        decoded._image = decode_image
+        return [self._tokenizer.identity(), self._settings, contents_of(self._samples), sampled_digest(decoded)]
 
     def _chats(self, index: int) -> Sequence[ImageChat]:
         """Return the conversations of a sample; images that are files exist, unless broken ones are dropped."""
@@ -260,7 +263,7 @@ class ImageChats:
 
 @final
 class ImageCollator:
-    """Collator of samples of `num_each` rows, which calls the processor for as many rows as have small images.
+    """Collator of samples of `num_each` rows, which decodes and converts as many rows at once as have small images.
 
     A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a sample with
     a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples: one a row.
@@ -282,6 +285,7 @@ class ImageCollator:
         self._tokenizer_identity = tokenizer.identity()
         white = Image.new("RGB", (64, 64), (255, 255, 255))
         self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
+        self._scale = byte_scale(processor)
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return the batch of samples."""
@@ -289,13 +293,14 @@ class ImageCollator:
         group_of = [number for number, group in enumerate(groups) for _ in group]
         given = {index: rows for index, rows in enumerate(chain.from_iterable(groups)) if rows is not None}
         kept, parts, ends = list[int](), list[dict[str, Tensor]](), list[int]()
-        for part in _portions(given):
+        for part in self._portions(given):
             if (found := self._process_kept(part)) is not None:
                 kept += part
                 parts.append(found[0])
                 ends += found[1]
+            part.clear()  # free its images before others are decoded
         num_rows, num_own = len(ends), len(kept)
-        if not any("pixel_values" in part for part in parts):
+        if not any(part.keys() & {"pixel_values", IMAGE_BYTES} for part in parts):
             stand_ins, more = self._process([self._stand_in] * self._num_each)
             parts.append(stand_ins)
             ends += more
@@ -310,6 +315,8 @@ class ImageCollator:
         if self._num_each > 1:
             split = (-1, self._num_each)
             batch = {name: each.unflatten(0, split) if name in PER_TOKEN else each for name, each in batch.items()}
+        if self._scale is not None:
+            batch["image_scale"] = self._scale
         batch["num_skipped"] = torch.tensor(len(group_of) - num_own)
         if self._packer is None:
             batch["kept"] = torch.tensor(kept, dtype=torch.int64)
@@ -346,6 +353,33 @@ class ImageCollator:
         ids = torch.tensor(found["input_ids"])
         labels, end = _labels(row, ids, found["offset_mapping"], replaced)
         return min(len(ids), self._length) if self._fits(row, labels, end) else 0
+
+    def _portions(self, samples: dict[int, Sequence[ImageRow]]) -> Iterator[dict[int, Sequence[ImageRow]]]:
+        """Decode the images of samples in portions, which end with the sample that reaches `_BYTES_AT_ONCE`."""
+        portion, num_bytes = dict[int, Sequence[ImageRow]](), 0
+        for index, rows in samples.items():
+            if (decoded := self._decoded(rows)) is None:
+                continue
+            portion[index] = decoded
+            num_bytes += sum(3 * each.width * each.height for row in decoded for each in row.images)
+            if num_bytes >= _BYTES_AT_ONCE:
+                yield portion
+                portion, num_bytes, decoded = dict[int, Sequence[ImageRow]](), 0, None
+        yield portion
+
+    def _decoded(self, rows: Sequence[ImageRow]) -> Sequence[ImageRow] | None:
+        """Return a sample with decoded images; `None` if one is broken, and such samples are dropped."""
+        images: dict[int, Any] = {}  # both conversations of a pair have the same images
+        for row in rows:
+            try:
+                for each in row.images:
+                    if id(each) not in images:
+                        images[id(each)] = each()
+            except UserError as error:
+                if self._broken == "drop":
+                    return None
+                raise UserError(f"{row.place()}: {error}") from error
+        return [replace(row, images=[images[id(each)] for each in row.images]) for row in rows]
 
     def _process_kept(self, samples: dict[int, Sequence[ImageRow]]) -> tuple[dict[str, Tensor], list[int]] | None:
         """Return what `_process` returns for samples, without those that are skipped, which are removed; or `None`."""
@@ -385,8 +419,11 @@ class ImageCollator:
                 add_special_tokens=False,  # the template has written them
                 return_tensors="pt",
                 return_offsets_mapping=True,
+                **({} if self._scale is None else {"do_rescale": False, "do_normalize": False}),
             )
         )
+        if self._scale is not None and "pixel_values" in batch:
+            batch[IMAGE_BYTES] = first_frames(batch.pop("pixel_values"), self._scale)
         offsets, replaced = batch.pop("offset_mapping").tolist(), self._processor.get_text_with_replacements.found
         lengths = batch["attention_mask"].sum(1).tolist()
         found = [
@@ -424,19 +461,6 @@ class ImageCollator:
             )
         has_label = bool((labels[: self._length] != IGNORED_LABEL).any())
         return self._too_long == "truncate" and end <= self._length and has_label
-
-
-def _portions(samples: dict[int, Sequence[ImageRow]]) -> list[dict[int, Sequence[ImageRow]]]:
-    """Return samples in portions, of which each ends with the sample that reaches `_BYTES_AT_ONCE` of images."""
-    portions: list[dict[int, Sequence[ImageRow]]] = [{}]
-    num_bytes = 0
-    for index, rows in samples.items():
-        if num_bytes >= _BYTES_AT_ONCE:
-            portions.append({})
-            num_bytes = 0
-        portions[-1][index] = rows
-        num_bytes += sum(3 * each.width * each.height for row in rows for each in row.images)
-    return portions
 
 
 def _labels(

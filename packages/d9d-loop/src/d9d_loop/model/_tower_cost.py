@@ -14,21 +14,20 @@ from d9d_loop.model.known_values import known_values
 from d9d_pipeline import Inputs
 
 
-def tower_cost(model: Any, inputs: Inputs, *, num_parts: int) -> int:
-    """Return the rounded FLOPs of the tower and the projector, in those of a block; 0 without images.
+def tower_cost(model: Any, inputs: Inputs) -> float:
+    """Return the FLOPs of the tower and the projector, in those of a block; 0 without images.
 
-    `num_parts` is the number of ranks over which a block is split; each has the whole tower and all images. 0 if the
-    model does not run without values: the cost is then unknown.
+    0 if the model does not run without values: the cost is then unknown.
     """
     if inputs.shared.get("pixel_values") is None or not hasattr(model.base_model, "get_image_features"):
-        return 0
+        return 0.0
     on_meta, blocks = find_blocks(model, axis="mesh.pipeline_parallel")
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_flops})
     try:
         with torch.no_grad(), known_values(), counter:
             on_meta(*inputs.first, **inputs.shared)
     except Exception:
-        return 0
+        return 0.0
     found, root = counter.get_flop_counts(), type(on_meta).__name__
     decoder, head = on_meta.get_decoder(), on_meta.get_output_embeddings()
     names = {module: f"{root}.{name}" for name, module in on_meta.named_modules()}
@@ -41,7 +40,7 @@ def tower_cost(model: Any, inputs: Inputs, *, num_parts: int) -> int:
     (reach, share), (reach_of_texts, share_of_texts) = _trained(tower), _trained(of_texts)
     passes = 1 + reach + share  # forward, and the gradients of inputs and of trained weights
     passes_of_texts = 1 + (1 if share else reach_of_texts) + share_of_texts
-    return round(passes * of_tower / (passes_of_texts * of_block / num_parts))
+    return passes * of_tower / (passes_of_texts * of_block)
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> tuple[float, float]:

@@ -157,9 +157,8 @@ class _HuggingFaceModel(ModelProvider):
         mask_packed_rows(model)
         return model.train()
 
-    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:
-        has_tower = hasattr(model, "get_image_features")
-        self.virtual_layers = tower_cost(model, inputs(), num_parts=num_parts) if has_tower else 0
+    def first_cost(self, model: nn.Module, inputs: Callable[[], Inputs]) -> float:
+        return tower_cost(model, inputs()) if hasattr(model, "get_image_features") else 0.0
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         whole_model = self.trace.model if self.trace else model

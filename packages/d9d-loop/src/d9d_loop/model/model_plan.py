@@ -124,8 +124,9 @@ def plan_model(
     shared_names: Mapping[str, tuple[int, ...]] = {}
     if program.num_stages > 1:
         if first_batch is not None:
-            ranks = num_parts * mesh.tensor_parallel
-            provider.balance(built.module, lambda: to_inputs(task.inputs(first_batch())), num_parts=ranks)
+            cost = provider.first_cost(built.module, lambda: to_inputs(task.inputs(first_batch())))
+            if cost is not None:
+                provider.virtual_layers = round(cost * num_parts * mesh.tensor_parallel)
         try:
             stages = build_stages(provider, program.num_stages, seed=seed)
         except UserError as error:

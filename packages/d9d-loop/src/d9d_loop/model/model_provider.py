@@ -59,11 +59,13 @@ class ModelProvider(ABC):
         loading weights. Pipeline stages then take their values from the whole model, `build(StageInfo())`, by name.
         """
 
-    def balance(self, model: nn.Module, inputs: Callable[[], Inputs], *, num_parts: int) -> None:  # noqa: B027 - optional
-        """Set `virtual_layers` from the inputs of a microbatch, before stages are built; the default keeps it.
+    def first_cost(self, model: nn.Module, inputs: Callable[[], Inputs]) -> float | None:
+        """Return the cost of what the first stage computes before its layers, in layers that no ranks split.
 
-        `num_parts` is the number of context-parallel ranks, times that of tensor-parallel ranks.
+        `inputs` returns those of a microbatch. `virtual_layers` becomes the cost times the number of context-parallel
+        and tensor-parallel ranks; the default `None` keeps it.
         """
+        return None
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize one stage in place. The default is HSDP over the dense mesh, in the precision of the job.

@@ -7,7 +7,7 @@ exact for every job whose operators do not depend on values.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -107,10 +107,13 @@ class DryRun:
         each = max(1, self.num_microbatches - self.num_first)
         return {key: step[key] + more * (step[key] - first[key]) // each + once[key] for key in step | once}
 
-    @property
-    def attention_calls(self) -> tuple[int, int]:
-        """Numbers of calls of attention's forward kernel that are recomputed, and of its backward kernel."""
-        calls = [each for each in self.forward_backward.operations if "scaled_dot_product" in each.name]
+    def attention_calls(self, skipped: Container[Any] = ()) -> tuple[int, int]:
+        """Return the numbers of calls of attention's forward kernel that are recomputed, and of its backward kernel.
+
+        Those of tensors with the shapes `skipped` are not counted.
+        """
+        operations = (each for each in self.forward_backward.operations if each.shapes not in skipped)
+        calls = [each for each in operations if "scaled_dot_product" in each.name]
         backward = sum("backward" in each.name for each in calls)
         return sum(each.is_recomputed and "backward" not in each.name for each in calls), backward
 

@@ -247,7 +247,7 @@ def plan_cluster(
         runs = short_runs(
             plan, ranks=ranks, world_size=world_size, num_microbatches=(fewer, shown), precision=precision
         )
-    layout = layout_of(plan, runs[0], length=length)
+    layout = layout_of(plan, runs[0], None if shape is None else shape.tower, length=length)
     names = ("first stage", "last stage") if len(runs) == 2 else ("first stage", "second stage", "last stage")
     memory = tuple(_rank_memory(each, name, layout, shape) for each, name in zip(runs, names, strict=False))
     made = ClusterPlan(

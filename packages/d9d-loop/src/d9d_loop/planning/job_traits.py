@@ -2,25 +2,30 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from d9d_loop.job.plan import JobPlan
-from d9d_loop.planning.decoder_shape import DecoderShape
+from d9d_loop.planning.decoder_shape import DecoderShape, Tower
 from d9d_loop.planning.dry_runs import DryRun
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.task import to_inputs
 from d9d_pipeline import Overlap
 
 _UNCOUNTED = 0.05
 """Largest relative difference to the closed form's parameter count, due to biases for example, that is not reported."""
 
 
-def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
-    """Return the layout of a job; `length` is the number of tokens of a sample."""
+def layout_of(plan: JobPlan, run: DryRun, tower: Tower | None = None, *, length: int) -> PlanLayout:
+    """Return the layout of a job with a tower; `length` is the number of tokens of a sample."""
     mesh, schedule = plan.model.mesh, plan.model.schedule
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     operators = {each.name for each in run.forward_backward.operations}
-    recompute, every = recomputation_of(run)
+    recompute, every = recomputation_of(run, tower)
+    cost = plan.model.provider.first_cost(
+        plan.model.built.module, lambda: to_inputs(plan.task.inputs(plan.first_batch()))
+    )
     layout = PlanLayout(
         tp=mesh.tensor_parallel,
         pp=mesh.pipeline_parallel,
@@ -30,6 +35,7 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
         stages_per_rank=schedule.stages_per_rank,
         placement=schedule.placement,
         virtual_layers=(plan.model.provider.virtual_layers, 0),
+        tower_layers=cost or 0.0,
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
         length=length,
@@ -51,12 +57,12 @@ def layout_of(plan: JobPlan, run: DryRun, *, length: int) -> PlanLayout:
     return replace(layout, sequence_parallel=_splits_sequences(run, layout))
 
 
-def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
+def recomputation_of(run: DryRun, tower: Tower | None = None) -> tuple[Recompute, int]:
     """Return the kind of recomputation in the backward pass, and n if every n-th layer is recomputed.
 
     Each checkpointed layer runs its operators twice. For an operator that occurs only in layers, 1 / n of the calls are
     repeated. For an operator that also occurs outside of layers, the fraction is smaller, so the largest fraction
-    counts.
+    counts. Attention of a tower is not counted.
     """
     again, once = Counter[str](), Counter[str]()
     products = set[str]()
@@ -64,7 +70,7 @@ def recomputation_of(run: DryRun) -> tuple[Recompute, int]:
         (again if each.is_recomputed else once)[each.name] += 1
         if each.flops and each.is_recomputed:
             products.add(each.name)
-    repeated, backward = run.attention_calls
+    repeated, backward = run.attention_calls(_shapes_of(tower))
     if backward and repeated:
         return "full", max(1, round(backward / repeated))
     if not again:
@@ -118,6 +124,10 @@ def logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
     return max(sizes, default=0) * (layout.tp if layout.gathers_logits else 1)
 
 
+def _shapes_of(tower: Tower | None) -> set[Any]:
+    return set() if tower is None else {each.shapes for each in (*tower.forward, *tower.backward)}
+
+
 def _splits_sequences(run: DryRun, layout: PlanLayout) -> bool:
     """Return True if tensor-parallel ranks scatter activations, or without tensor parallelism."""
     start = run.rank - run.rank % layout.tp
@@ -131,7 +141,7 @@ def _context_method(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> str
     """Return the context-parallel method; None for all-gathers of keys and values, or without context parallelism."""
     if layout.cp == 1:
         return None
-    own = {each.shapes for each in shape.tower.forward} if shape.tower else set()
+    own = _shapes_of(shape.tower)
     operations = (each for each in run.forward_backward.operations if each.shapes not in own)
     attention = next((each for each in operations if "scaled_dot_product" in each.name), None)
     if attention is None:

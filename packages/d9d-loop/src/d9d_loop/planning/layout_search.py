@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Self, final
 
-from d9d_dist import MeshConfig, UserError
+from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.layer_time import LayerTime
@@ -340,12 +340,23 @@ def _legal_degrees(shape: DecoderShape, hardware: Hardware, space: SearchSpace) 
                     dp=dp,
                     ep=ep,
                     stages_per_rank=v,
+                    virtual_layers=_virtual_layers(shape, space.base, parts=tp * cp, num_stages=pp * v),
                     sharding=sharding,
                     shard_ranks=shard_ranks,
                     microbatch_size=size,
                     num_microbatches=m,
                     length=space.length,
                 )
+
+
+def _virtual_layers(shape: DecoderShape, base: PlanLayout, *, parts: int, num_stages: int) -> tuple[int, int]:
+    """Return the virtual layers of a layout: as many as a tower costs, with which the first stage keeps a layer."""
+    if not base.tower_layers:
+        return base.virtual_layers
+    wanted = round(parts * base.tower_layers)
+    while wanted and not StageInfo(0, num_stages).layers(shape.num_layers, virtual_before=wanted):
+        wanted -= 1
+    return wanted, 0
 
 
 def _sharding(base: PlanLayout, dp: int, cp: int, replicas: int) -> tuple[Sharding, int | None]:

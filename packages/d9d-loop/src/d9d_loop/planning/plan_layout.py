@@ -25,6 +25,7 @@ class PlanLayout:
         stages_per_rank: Stages of each pipeline rank (interleaving).
         placement: Ranks of stages: stage s on rank s modulo `pp` (loop), or with every second round reversed (v).
         virtual_layers: Weights of the embedding and of the head, in layers, when layers are split over stages.
+        tower_layers: Cost of a vision tower in layers that no ranks split, by which a search chooses `virtual_layers`.
         microbatch_size: Samples of a microbatch of one data-parallel rank.
         num_microbatches: Microbatches of a step on each data-parallel rank.
         length: Tokens of a sample.
@@ -96,6 +97,7 @@ class PlanLayout:
     stages_per_rank: int = 1
     placement: StagePlacement = "loop"
     virtual_layers: tuple[int, int] = (0, 0)
+    tower_layers: float = 0.0
     microbatch_size: int = 1
     num_microbatches: int = 1
     length: int = 4096
