@@ -1,5 +1,7 @@
+import os
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -31,15 +33,53 @@ def test_a_successful_body_is_not_changed(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_an_error_gives_one_message_and_an_exit_code(
-    error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for local_rank, shown in (("0", text), ("1", "")):
+    waits: list[float] = []
+    late = isinstance(error, UserError)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for local_rank, shown in (("0", text), ("1", text if late else "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit) as stop, cli_main():
             raise error
         assert stop.value.code == code
         assert stop.value.__suppress_context__
         assert capsys.readouterr() == ("", shown)
+        assert waits == ([5.0] if late and local_rank == "1" else [])
+
+
+_FAILS = """
+import os, time
+from d9d_dist import UserError
+from d9d_loop import cli_main
+
+with cli_main():
+    time.sleep(1.5 if os.environ["LOCAL_RANK"] == "0" else 0)
+    if os.environ["LOCAL_RANK"] != os.environ["IS_FINE"]:
+        raise UserError("mesh.pipeline_parallel = 3.")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fine", ["none", "0"])
+def test_a_launcher_shows_the_error_of_ranks_once_though_another_fails_before_rank_0(fine: str, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(_FAILS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "fails.py"]
+    found = subprocess.run(
+        command,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "IS_FINE": fine},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.stderr.count("d9d: mesh.pipeline_parallel = 3.") == 1, found.stderr
 
 
 def test_a_single_process_prints_the_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +132,7 @@ def test_invalid_data_found_by_a_running_job_are_a_user_error(capsys: pytest.Cap
 
 _HELP = """
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 sys.modules["torch"] = None

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from d9d_loop.resilience import ExitCode, Stopped
 from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_state import StateError
 
+_SECONDS_FOR_FIRST = 5.0
+
 
 @contextmanager
 def cli_main() -> Generator[None]:
@@ -22,7 +25,8 @@ def cli_main() -> Generator[None]:
 
     These exceptions print a message to standard error; all others propagate with their traceback.
 
-    - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
+    - `UserError`: exit code 2. Printed by local rank 0, and after 5 seconds by other ranks that the launcher has not
+      ended by then: rank 0 may be without the error. If it has notes, each rank prints it at once.
     - `DataError` because of a `UserError`, such as an invalid line in a file: exit code 2.
     - `StartupTimeoutError`: exit code 124, as for a rank that hangs. Printed on each rank.
     - A broken connection to another rank, which failed before: exit code 125. Printed on each rank.
@@ -37,8 +41,7 @@ def cli_main() -> Generator[None]:
         yield
     except UserError as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        _say(f"{error}{notes}", everywhere=bool(notes))
-        raise _user_error() from None
+        raise _user_error(f"{error}{notes}", everywhere=bool(notes)) from None
     except StartupTimeoutError as error:
         _say(str(error), everywhere=True)
         raise SystemExit(ExitCode.HANG) from None
@@ -49,16 +52,23 @@ def cli_main() -> Generator[None]:
         _say(" ".join(["interrupted.", *getattr(interrupt, "__notes__", ())]))
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except ValidationError as error:
-        _say("\n     ".join([f"{error.title} is invalid:", *map(_describe_invalid, error.errors())]))
-        raise _user_error() from None
+        raise _user_error(
+            "\n     ".join([f"{error.title} is invalid:", *map(_describe_invalid, error.errors())])
+        ) from None
     except Exception as error:
         if (code := _explain(error)) is None:
             raise
         raise SystemExit(code) from None
 
 
-def _user_error() -> SystemExit:
-    """Return the exit for a user error, which a batch script of Slurm learns from a file."""
+def _user_error(message: str, *, everywhere: bool = False) -> SystemExit:
+    """Print a user error and return its exit, which a batch script of Slurm learns from a file.
+
+    A launcher ends all ranks when the first has exited. So rank 0 gets the time to print what all ranks would print.
+    """
+    if not everywhere and not _is_first():
+        time.sleep(_SECONDS_FOR_FIRST)
+    _say(message, everywhere=True)
     if {"SLURM_PROCID", "D9D_NODE_FOLDER"} <= os.environ.keys() and "RANK" not in os.environ:
         from d9d_loop.resilience.node_files import write_user_error  # noqa: PLC0415 - imports torch
 
@@ -101,5 +111,9 @@ def _describe_invalid(details: ErrorDetails) -> str:
 
 def _say(message: str, *, everywhere: bool = False) -> None:
     """Print to standard error on local rank 0, or on every rank: launchers show the output of all ranks."""
-    if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+    if everywhere or _is_first():
         print(f"d9d: {message}", file=sys.stderr)
+
+
+def _is_first() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
