@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from text_job_cases import write_lines
 from torch.utils.flop_counter import FlopCounterMode
 from vision_cases import CHATS, FAMILIES, chat, image, save_chats, save_model, text, vision_config
 
@@ -17,7 +19,7 @@ from d9d_loop.planning import plan_cluster
 from d9d_loop.planning.dry_runs import dry_run
 from d9d_loop.planning.model_shape import shape_of_job
 from d9d_loop.planning.step_record import recorded
-from d9d_loop.task import to_inputs
+from d9d_loop.task import to_inputs, with_reference
 
 
 def _wide_experts(build: Any) -> Any:
@@ -152,6 +154,40 @@ def test_a_tower_as_long_as_the_rows_is_no_context_parallelism_by_heads(tmp_path
     assert tower is not None
     assert {each.shapes[0][-2] for each in tower.forward if "scaled_dot" in each.name} == {plan.layout.length}
     assert not any("context parallelism" in each for each in plan.timed.not_modeled)
+
+
+def _pairs_trainer(released: Path, **more: Any) -> Trainer:
+    turn = {"role": "user", "content": [image(0), text("what is it?")]}
+    pair = {"prompt": [turn], **{key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}}
+    data = {"files": [write_lines(released / "pairs.jsonl", [pair] * 4)], "length": 64}
+    batch = {"global_size": 2, "microbatch_size": 1}
+    return _trainer(released, "qwen2_5_vl", **{"job": "dpo", "dataset": data, "batch": batch, **more})
+
+
+@pytest.mark.slow("fsdp", "pipeline")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_pairs_are_planned(mesh: str, released: Path) -> None:
+    timed = plan_cluster(_pairs_trainer(released, mesh=MESHES[mesh]), world_size=2, hardware="h100-dgx").timed
+    assert timed.shape.tower is not None
+    assert "the forward pass of the reference" in timed.not_modeled
+    assert "microbatches with 2 rows for 1 sample (timed as 1)" in timed.not_modeled
+
+
+def test_a_dry_run_of_pairs_has_the_flops_and_the_memory_of_a_step(released: Path) -> None:
+    trainer = _pairs_trainer(released)
+    plan = trainer.plan_for(Launch(world_size=1, device="cpu"))
+    dry = dry_run(trainer.plan_for, ranks=[0], world_size=1)[0].first
+    transformers: Any = import_module("transformers")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(released / "qwen2_5_vl").train()
+    batch = plan.first_batch()
+    inputs = to_inputs(plan.task.inputs(batch))
+    with torch.no_grad():
+        batch = with_reference(plan.task, model(**inputs.shared), batch)
+    with recorded() as real, FlopCounterMode(display=False) as counter:
+        inputs = to_inputs(plan.task.inputs(batch))
+        plan.task.loss(model(**inputs.shared), batch).total.backward()
+    assert dry.flops == real.flops == counter.get_total_flops()
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
 
 
 def test_packed_rows_are_planned(released: Path) -> None:

@@ -38,7 +38,7 @@ class DryRunMode(FakeTensorMode):
     sizes and strides. If a version of torch does not call the overridden method, dry runs are slower, but the same.
 
     Attributes:
-        wholes: Values of a rank's parts of rows, and those of the whole rows, by the id of the former.
+        wholes: Values of a rank's parts of rows, and those of the whole rows, by the address of the former.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 The process group is torch's fake one and tensors are fake, so a rank of any layout fits on a laptop. Provider,
 `parallelize`, pipeline program, task, gradient reduction, clipping and optimizer are those of the job. When the host
 reads a value, it gets a substitute: flags are not set, and expert routing is balanced. Collectives, FLOPs and bytes are
-exact for every job whose operators do not depend on values.
+exact for every job whose operators do not depend on values, but without the forward pass of a reference.
 """
 
 import warnings
@@ -40,7 +40,7 @@ from d9d_loop.optimizers.weight_average import average_of
 from d9d_loop.planning.dry_run_mode import DryRunMode, values_of
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
-from d9d_loop.task import Task, to_inputs
+from d9d_loop.task import Loss, to_inputs, with_reference
 from d9d_pipeline.channel import Messages, stage_output
 
 PlanFor = Callable[[Launch], JobPlan]
@@ -188,13 +188,18 @@ def run_rank(
     num_first = num_first or _fewest_microbatches(pipeline, plan.num_microbatches)
     repeated = [parameter for layer in repeat for parameter in layer.parameters()]
 
+    def loss(outputs: Any, batch: Any) -> Loss:
+        if plan.reference is not None:  # the model itself, without a forward of its own
+            batch = with_reference(plan.task, outputs, batch)
+        return plan.task.loss(outputs, batch)
+
     def counted(size: Callable[[nn.Module], int]) -> int:
         return size(pipeline.model) + marks.num_dropped * sum(map(size, repeat))
 
     with fake:
-        first = _first_step(engine, optimizer, batches, num_first=num_first, task=plan.task, marks=marks)
+        first = _first_step(engine, optimizer, batches, num_first=num_first, loss=loss, marks=marks)
         with recorded(marks) as forward_backward:
-            engine.accumulate(batches, plan.task.loss)
+            engine.accumulate(batches, loss)
         gradients = counted(gradient_bytes)
         is_kept = plan.num_microbatches > 1 and not plan.config.gradients.reduce_each_microbatch
         whole = counted(_whole_gradient_bytes) if is_kept else 0
@@ -225,7 +230,7 @@ def run_rank(
 
 
 def _first_step(
-    engine: Engine, optimizer: Optimizer, batches: Sequence[Any], *, num_first: int, task: Task, marks: RepeatMarks
+    engine: Engine, optimizer: Optimizer, batches: Sequence[Any], *, num_first: int, loss: Any, marks: RepeatMarks
 ) -> StepRecord | None:
     """Run the first step, and record its forward and backward passes; `None` if only the optimizer's state is made."""
     if num_first >= len(batches):
@@ -234,7 +239,7 @@ def _first_step(
         optimizer.register_step_pre_hook(_drop_unused_state)
         return None
     with recorded(marks) as record:
-        engine.accumulate(batches[:num_first], task.loss)
+        engine.accumulate(batches[:num_first], loss)
     with answered():
         engine.step()
     return record
@@ -367,8 +372,9 @@ def _join(split: ContextSplit, tree: Any, **options: Any) -> Any:
     def joined(part: Tensor) -> Tensor:
         rows, values = _JOIN(split, part, **options), values_of(part)
         mode = getattr(part, "fake_mode", None)
-        found = mode.wholes.get(id(values)) if isinstance(mode, DryRunMode) else None
-        return rows if found is None or mode is None else mode.with_values(found[1])
+        if values is None or not isinstance(mode, DryRunMode) or (found := mode.wholes.get(values.data_ptr())) is None:
+            return rows
+        return mode.with_values(found[1]).reshape(rows.shape)  # of pairs, whose parts became rows
 
     return pytree.tree_map_only(Tensor, joined, tree)
 
@@ -403,7 +409,7 @@ def fake_batch(plan: JobPlan, ctx: DistributedContext, fake: DryRunMode) -> Any:
     def split_and_keep(self: ContextSplit, tree: Any, **options: Any) -> Any:
         part = split(self, tree, **options)
         if isinstance(part, Tensor):
-            fake.wholes[id(part)] = part, tree
+            fake.wholes[part.data_ptr()] = part, tree
         return part
 
     with mock.patch.object(ContextSplit, "split", split_and_keep):

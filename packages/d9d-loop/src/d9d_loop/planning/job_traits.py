@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from d9d_loop.job.flop_measurement import rows_of
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape, Tower
 from d9d_loop.planning.dry_runs import DryRun
@@ -82,7 +83,7 @@ def recomputation_of(run: DryRun, tower: Tower | None = None) -> tuple[Recompute
 def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: DecoderShape) -> tuple[str, ...]:
     """Return the traits of a job that change its step time, but that the time model ignores."""
     operators = {each.name for each in run.forward_backward.operations}
-    found = []
+    found = _unmodeled_passes(plan)
     if (method := _context_method(run, layout, shape)) is not None:
         found.append(f"context parallelism by {method} (timed as an all-gather)")
     if layout.ep > 1 and not any(each.name == "all_to_all" for each in run.forward_backward.collectives):
@@ -109,6 +110,14 @@ def unmodeled_traits(plan: JobPlan, run: DryRun, layout: PlanLayout, shape: Deco
             "identical layers)"
         )
     return tuple(found)
+
+
+def _unmodeled_passes(plan: JobPlan) -> list[str]:
+    found = [] if plan.reference is None else ["the forward pass of the reference"]
+    rows, _ = rows_of(to_inputs(plan.task.inputs(plan.first_batch())))
+    if len(rows) != (size := plan.microbatch_size):
+        found.append(f"microbatches with {len(rows)} rows for {size} sample{'s' * (size > 1)} (timed as {size})")
+    return found
 
 
 def logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
