@@ -35,6 +35,8 @@ class _Numbers:
         match self.at_13:
             case "raises":
                 raise KeyError("no such file")
+            case "refuses":
+                raise UserError("chats.jsonl, line 14: an empty text.")
             case "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exits":
@@ -106,6 +108,12 @@ def test_an_error_names_worker_and_sample(at_13: str, message: str) -> None:
         _read(_reader(at_13), _jobs(8), 2, timeout)
     if at_13 == "raises":
         assert "in _misfortune" in caught.value.__notes__[0]
+
+
+def test_a_user_error_is_the_cause_of_the_error_of_a_worker() -> None:
+    with pytest.raises(DataError, match=r"data worker 0 .* sample 13 .*: chats\.jsonl, line 14: an e") as caught:
+        _read(_reader("refuses"), _jobs(4), 1)
+    assert isinstance(caught.value.__cause__, UserError)
 
 
 def test_a_collate_function_that_fails_names_the_batch() -> None:

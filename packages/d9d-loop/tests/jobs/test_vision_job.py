@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+import re
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -187,6 +188,26 @@ def test_a_broken_image_is_named_or_its_sample_is_skipped_and_counted(model: Pat
     batch = {"global_size": 3, "microbatch_size": 1}
     alone = _train(vision_config(model, kept, tmp_path / "kept", steps=1, batch=batch))
     assert _losses(run)[0] == pytest.approx(_losses(alone)[0], rel=1e-6)
+
+
+@pytest.mark.usefixtures("rehearses")
+@pytest.mark.parametrize(("num_workers", "size"), [(0, 1), (1, 1), (0, 4)], ids=["step", "worker", "rehearsal"])
+def test_a_broken_image_is_one_message_and_exit_code_2(
+    num_workers: int, size: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = save_images(tmp_path / "images")
+    file = write_lines(tmp_path / "chats.jsonl", CHATS)
+    paths[4].write_bytes(paths[4].read_bytes()[:60])
+    options = {
+        "data": {"shuffle": False, "num_workers": num_workers},
+        "batch": {"global_size": 4, "microbatch_size": size},
+    }
+    with pytest.raises(SystemExit) as stop, cli_main():
+        _train(vision_config(model, file, tmp_path, **options))
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    before = "" if size == 4 else r".*sample 3 .* could not be collated: UserError: "
+    assert re.match(rf"d9d: {before}\S*chats\.jsonl, line 4: the image .*4\.png cannot be decoded: ", line)
 
 
 def test_an_image_that_the_processor_does_not_convert_is_named_or_skipped(model: Path, tmp_path: Path) -> None:

@@ -136,8 +136,9 @@ class _Worker:
         except (EOFError, OSError):
             raise self._died() from None
         if isinstance(result, DataError):
-            result.args = (f"{self._describe()}: {result}",)
-            raise result
+            message, cause = result.args
+            result.args = (f"{self._describe()}: {message}",)
+            raise result from cause
         return result
 
     def _died(self) -> DataError:
@@ -177,7 +178,7 @@ def _work(connection: Connection, stopped: Connection, sample: Any, reader: Samp
         try:
             result = reader(job, partial(setattr, sample, "value"), seed=seed)
         except Exception as error:  # sent to the parent
-            result = _failure(str(error))
+            result = _failure(str(error), error.__cause__)
         try:
             connection.send(result)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -197,8 +198,8 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
 
 
-def _failure(message: str) -> DataError:
-    """Return an error that a worker sends instead of a batch, with the current traceback as a note."""
-    error = DataError(message)
+def _failure(message: str, cause: BaseException | None = None) -> DataError:
+    """Return an error that a worker sends, with its message, its cause if a user error, and the traceback as a note."""
+    error = DataError(message, UserError(str(cause)) if isinstance(cause, UserError) else None)
     error.add_note(traceback.format_exc())
     return error

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -29,7 +30,7 @@ from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.sample_reader import describe_none
-from d9d_loop.data.sample_stream import Entry, SampleStream
+from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.in_place import InPlaceCheck
@@ -176,11 +177,12 @@ class _Rehearsal:
         first = stream is plan.stream and size == plan.microbatch_size
         entries = plan.first_entries() if first else stream.cursor().take(size)
         names = [f"sample {entry!r:.60}" for entry in entries]
-        samples = [_read(stream, entry, name) for entry, name in zip(entries, names, strict=True)]
-        try:
-            batch = plan.data.collate(samples)
-        except Exception as error:
-            raise _UserCodeError(_COLLATING, error, note=describe_none(samples, names), is_fake=False) from None
+        samples = [
+            _call(f"reading {name}", stream.read, entry, is_fake=False)
+            for entry, name in zip(entries, names, strict=True)
+        ]
+        note = partial(describe_none, samples, names)
+        batch = _call(_COLLATING, plan.data.collate, samples, is_fake=False, note=note)
         self._batch = _describe_tree(batch)
         if self._multiple > 1:
             batch, _ = _call(f"{self._name}.pad_sequence", self._task.pad_sequence, batch, self._multiple)
@@ -208,7 +210,8 @@ class _Rehearsal:
         in_place = InPlaceCheck(self._model)
         with in_place:
             with refuse_lost_writes(self._model) if self._plan.model.shards_by_default else nullcontext():
-                outputs = _call(f"{type(self._model).__name__}.forward", self._model, *inputs.first, **inputs.shared)
+                forward = partial(self._model, *inputs.first, **inputs.shared)
+                outputs = _call(f"{type(self._model).__name__}.forward", forward)
             if self._plan.reference is not None:
                 batch = _call(f"{self._name}.reference_values", with_reference, self._task, outputs, batch)
             loss = _call(f"{self._name}.loss", self._task.loss, outputs, batch)
@@ -285,27 +288,20 @@ class _FirstRank:
 class _UserCodeError(Exception):
     """Exception of the user's code in a phase of the rehearsal; `is_fake` if it may have run on fake tensors."""
 
-    def __init__(self, phase: str, error: Exception, *, note: str = "", is_fake: bool = True) -> None:
+    def __init__(self, phase: str, error: Exception, *, note: str, is_fake: bool) -> None:
         super().__init__(phase)
         self.phase, self.error, self.note, self.is_fake = phase, error, note, is_fake
 
 
-def _read(stream: SampleStream, entry: Entry, name: str) -> Any:
+def _call(
+    phase: str, function: Callable[..., Any], *args: Any, is_fake: bool = True, note: Callable[[], str] = str
+) -> Any:
     try:
-        return stream.read(entry)
+        return function(*args)
     except UserError:
         raise
     except Exception as error:
-        raise _UserCodeError(f"reading {name}", error, is_fake=False) from None
-
-
-def _call(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _UserCodeError(phase, error) from None
+        raise _UserCodeError(phase, error, note=note(), is_fake=is_fake) from None
 
 
 def check_loss(task: Task, loss: Any, outputs: Any) -> None:
