@@ -1,5 +1,6 @@
 import os
 import signal
+import tempfile
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ import torch
 from d9d_dist import UserError
 from d9d_dist.host_lock import host_lock
 from d9d_loop.data import TokenFile, cached_token_file
+from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.token_file_writer import PartialFolder, write_once
 
 
@@ -165,6 +167,24 @@ def test_ranks_that_wait_for_a_writer_that_fails_raise_its_error(
         messages = [each.result() for each in [pool.submit(ask) for _ in range(3)]]
     assert messages == ["image 1 is broken"] * 3
     assert ask() == "image 2 is broken"
+
+
+def test_a_rank_that_calls_after_a_failure_raises_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that started after the failure is one of a later job, and a process that has raised it tries again."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def ask(number: int) -> str:
+        with pytest.raises(UserError) as raised:
+            write_once(tmp_path / "lengths", mock.Mock(side_effect=UserError(f"image {number} is broken")))
+        return str(raised.value)
+
+    assert in_fork(lambda: ask(1)) == "image 1 is broken"
+    (failure,) = tmp_path.glob("d9d-failed-*")
+    earlier = failure.stat().st_mtime_ns - 10**8  # more than a tick of the times of processes
+    os.utime(failure, ns=(earlier, earlier))
+    assert in_fork(lambda: ask(2)) == "image 2 is broken"
+    assert ask(3) == "image 2 is broken"
+    assert ask(4) == "image 4 is broken"
 
 
 def test_the_first_of_several_machines_gives_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -197,17 +198,19 @@ def write_once(folder: Path, write: Callable[[], object]) -> None:
     """Call `write`, which writes a folder, if there is no such folder. All ranks of a job may call this at once.
 
     One rank of each machine writes, and the others wait for it. Each writes a temporary folder, and the first one to
-    finish renames its folder into place. If `write` raises `UserError`, waiting ranks of its machine raise it too.
+    finish renames its folder into place. If `write` raises `UserError`, the other ranks of its machine raise it too,
+    also those that call this later. A process that has raised it before, or that started later, writes again.
     """
     key = str(folder.resolve())
     failure = Path(tempfile.gettempdir()) / f"d9d-failed-{os.getuid()}-{zlib.crc32(key.encode()):08x}"
-    before = _failed_at(failure)
+    before = _RAISED.get(failure) or _process_start()
     if folder.exists():
         return
     with host_lock("tokens", key):
         if folder.exists():
             return
-        if _failed_at(failure) != before:
+        if failure.exists() and (failed := failure.stat().st_mtime_ns) > before:
+            _RAISED[failure] = failed
             raise UserError(failure.read_text(encoding="utf-8"))
         try:
             write()
@@ -218,12 +221,21 @@ def write_once(folder: Path, write: Callable[[], object]) -> None:
                 descriptor = os.open(failure, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                     file.write(str(error))
+                _RAISED[failure] = failure.stat().st_mtime_ns
             raise
 
 
-def _failed_at(failure: Path) -> int | None:
-    """Return the time of the last failure of a writer in ns, only to compare it."""
-    return failure.stat().st_mtime_ns if failure.exists() else None
+_RAISED: dict[Path, int] = {}
+"""Times in ns of the failures that this process has raised."""
+
+
+def _process_start() -> int:
+    """Return the time in ns at which this process started; the current time on a system without `/proc`."""
+    now = time.time_ns()
+    with suppress(FileNotFoundError):
+        ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return now - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + ticks * 10**9 // os.sysconf("SC_CLK_TCK")
+    return now
 
 
 _SUFFIX = ".d9d-partial"
