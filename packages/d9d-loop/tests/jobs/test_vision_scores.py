@@ -14,7 +14,12 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import Engine, EngineConfig, Inference, InferenceConfig, hugging_face_model
 from d9d_loop.jobs import LabelScores, NextToken, image_chats
 
-LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "fsdp": {"data_parallel_shard": 2}, "tensor": {"tensor_parallel": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
+    "fsdp": {"data_parallel_shard": 2},
+    "tensor": {"tensor_parallel": 2},
+    "context": {"context_parallel_shard": 2},
+}
 GROUPS = [[0, 1, 2], [1], [5, 7], [3, 6]]
 """Samples of each batch. The second and the third batch have no image."""
 
@@ -71,11 +76,11 @@ def _score(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> list[di
 
 
 @pytest.mark.sample("one", "fsdp")
-@pytest.mark.parametrize("layout", [*LAYOUTS, "context"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_of_an_engine_equal_those_of_a_plain_forward(
     layout: str, released: dict[str, Any], tmp_path: Path
 ) -> None:
-    mesh = LAYOUTS.get(layout, {"context_parallel_shard": 2})
+    mesh = LAYOUTS[layout]
     arguments = (released["model"], released["file"], tmp_path, mesh)
     ranks = [_score(*arguments)] if layout == "one" else run_ranks(_score, *arguments, world_size=2)
     num_data = mesh.get("data_parallel_shard", 1)
@@ -95,7 +100,7 @@ def _infer(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> str:
     return str(inference.run().file)
 
 
-@pytest.mark.sample("one", "fsdp")
+@pytest.mark.sample("one", "context")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inference_writes_the_log_probabilities_of_each_sample(
     layout: str, released: dict[str, Any], tmp_path: Path

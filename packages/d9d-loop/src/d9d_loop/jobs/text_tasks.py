@@ -137,10 +137,21 @@ class LabelScores(InferenceTask):
         """Return rows with more padding."""
         return self._task.pad_sequence(batch, multiple)
 
-    def results(self, outputs: Any, batch: Batch) -> list[JsonValue]:
-        """Return the log-probabilities of the labels of each sample."""
-        log_probs = self._task.scores(outputs, batch)["log_probs"]
-        rows = [row[labels != IGNORED_LABEL].tolist() for row, labels in zip(log_probs, batch["labels"], strict=False)]
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Any:
+        """Return this context-parallel rank's part of the rows, with the split."""
+        of_images = {key: each for key, each in batch.items() if key not in PER_TOKEN}
+        return {**self._task.split_sequence(batch, split), **of_images, "cp": split}
+
+    def join_sequence(self, outputs: Any, split: ContextSplit) -> Any:
+        """Return this rank's outputs: `results` joins their log-probabilities, which are smaller."""
+        return outputs
+
+    def results(self, outputs: Any, batch: Any) -> list[JsonValue]:
+        """Return the log-probabilities of the labels of each sample. Collective over context-parallel ranks."""
+        log_probs, labels = self._task.scores(outputs, batch)["log_probs"], batch["labels"]
+        if "cp" in batch:
+            log_probs, labels = batch["cp"].join((log_probs, labels))
+        rows = [row[label != IGNORED_LABEL].tolist() for row, label in zip(log_probs, labels, strict=False)]
         kept = batch["kept"].tolist() if "kept" in batch else range(len(rows))
         of_samples = dict(zip(kept, rows, strict=True))
         num_samples = len(rows) + int(batch.get("num_skipped", 0))
