@@ -174,7 +174,7 @@ def _read_one(sample: Mapping[str, Any]) -> Sequence[ImageChat]:
 
 @final
 class ImageChats:
-    """Samples of files as one `ImageRow` for each conversation, whose images are functions that decode them."""
+    """Samples of files as one `ImageRow` for each conversation; `read_image` returns a function that decodes one."""
 
     def __init__(
         self, samples: DataFiles, *, read: Read, tokenizer: ChatTokenizer, processor: Any, broken: OnBroken
@@ -183,7 +183,7 @@ class ImageChats:
         self._mark: str = processor.image_token
         self._settings: str = processor.to_json_string()
         self._broken = broken
-        self._image: Callable[[ImageSource, Path], Any] = partial(partial, decode_image)
+        self.read_image: Callable[[ImageSource, Path], Any] = partial(partial, decode_image)
         num_bytes = 0
         for index in range(min(len(samples), _NUM_CHECKED)):
             num_bytes += sum(
@@ -196,7 +196,7 @@ class ImageChats:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sequence[ImageRow] | None:
-        return self._rows(index, self._image)
+        return self._rows(index, self.read_image)
 
     def sized(self, index: int) -> Sequence[ImageRow] | None:
         """Return a sample with the sizes of its images instead of their pixels."""
@@ -240,7 +240,7 @@ class ImageChats:
     def contents_digest(self) -> JsonValue:
         """Return tokenizer, processor, the contents of the files, and the digest of some samples with their images."""
         decoded = copy.copy(self)
-        decoded._image = decode_image
+        decoded.read_image = decode_image
         return [self._tokenizer.identity(), self._settings, contents_of(self._samples), sampled_digest(decoded)]
 
     def _chats(self, index: int) -> Sequence[ImageChat]:
