@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from d9d_dist import UserError
+from d9d_dist.failures import first_failure
 from d9d_loop import cli_main
 from d9d_loop.data import DataError
 from d9d_state import StateError
@@ -108,6 +109,21 @@ def test_state_that_cannot_be_written_is_a_message_on_each_rank(
     assert capsys.readouterr().err == (
         "d9d: checkpoints/step-00000004: no space left. Rank 0 failed before this rank: StateError\n"
     )
+
+
+def test_the_first_error_of_a_running_job_is_printed_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits"))
+    store, error = dist.HashStore(), UserError("3 results for 4 samples.")
+    first_failure._report(store, error, 3, 4)
+    with pytest.raises(SystemExit), cli_main():
+        raise error
+    assert capsys.readouterr().err == "d9d: 3 results for 4 samples.\n"
+    late = UserError("3 results for 4 samples.")
+    first_failure._report(store, late, 2, 4)
+    assert first_failure.PUBLISHED not in vars(late)
 
 
 def test_an_error_on_one_rank_is_printed_there(

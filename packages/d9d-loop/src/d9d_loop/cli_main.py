@@ -26,7 +26,8 @@ def cli_main() -> Generator[None]:
     These exceptions print a message to standard error; all others propagate with their traceback.
 
     - `UserError`: exit code 2. Printed by local rank 0, and after 5 seconds by other ranks that the launcher has not
-      ended by then: rank 0 may be without the error. If it has notes, each rank prints it at once.
+      ended by then: rank 0 may be without the error. Each rank prints errors with notes at once, and so does
+      the first rank that fails in a running job.
     - `DataError` because of a `UserError`, such as an invalid line in a file: exit code 2.
     - `StartupTimeoutError`: exit code 124, as for a rank that hangs. Printed on each rank.
     - A broken connection to another rank, which failed before: exit code 125. Printed on each rank.
@@ -41,7 +42,7 @@ def cli_main() -> Generator[None]:
         yield
     except UserError as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise _user_error(f"{error}{notes}", everywhere=bool(notes)) from None
+        raise _user_error(f"{error}{notes}", everywhere=bool(notes) or "d9d_published" in vars(error)) from None
     except StartupTimeoutError as error:
         _say(str(error), everywhere=True)
         raise SystemExit(ExitCode.HANG) from None

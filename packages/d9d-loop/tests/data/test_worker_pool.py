@@ -116,6 +116,15 @@ def test_a_user_error_is_the_cause_of_the_error_of_a_worker() -> None:
     assert isinstance(caught.value.__cause__, UserError)
 
 
+def _end(samples: list[Any]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_while_it_collates_names_the_batch() -> None:
+    with pytest.raises(DataError, match=r"was killed by SIGKILL at collate of the 4 samples from sample 0 \(posit"):
+        _read(_reader(collate=_end), _jobs(1), 1)
+
+
 def test_a_collate_function_that_fails_names_the_batch() -> None:
     with pytest.raises(
         DataError, match=r"the 4 samples from sample 0 \(position 0 .*\) on could not be collated: Type"

@@ -50,8 +50,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chats(tmp_path_factory.mktemp("chats"), CHATS)
 
 
-def _batch(config: Any, indices: list[int]) -> dict[str, torch.Tensor]:
-    data = image_chats(config, print)
+def _batch(config: Any, indices: list[int], *, in_bytes: bool = True) -> dict[str, torch.Tensor]:
+    data = image_chats(config, print, in_bytes=in_bytes)
     stream = data.training(seed=0)
     return data.collate([stream.read(index) for index in indices])
 
@@ -76,6 +76,9 @@ def test_a_batch_has_the_tokens_pixels_and_labels_of_each_chat_alone(family: str
     pixels = [inputs["pixel_values"] for inputs in alone if "pixel_values" in inputs]
     if family in {"gemma3", "qwen2_5_vl"}:  # others pad with empty tiles
         assert NextToken().inputs(batch)["pixel_values"].equal(torch.cat(pixels))
+        assert _batch(vision_config(folder, file, tmp_path), [0, 1, 2, 3], in_bytes=False)["pixel_values"].equal(
+            torch.cat(pixels)
+        )
     assert ("image_bytes" in batch) == (family == "qwen2_5_vl")
     for row, sample in enumerate(CHATS[:4]):
         inputs, labels = plain_inputs(processor, sample, file.parent)
@@ -358,7 +361,7 @@ def test_samples_can_be_collated_again(model: Path, file: Path, tmp_path: Path) 
     stream = data.training(seed=0)
     samples = [stream.read(0), stream.read(2)]
     first, second = data.collate(samples), data.collate(samples)
-    assert first["image_bytes"].equal(second["image_bytes"])
+    assert first["pixel_values"].equal(second["pixel_values"])
     assert first["input_ids"].equal(second["input_ids"])
 
 

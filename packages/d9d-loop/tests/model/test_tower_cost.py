@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from vision_cases import CHATS, assert_trained, plain_training, save_chats, save_model, vision_config, wide_norms
 
-from d9d_dist import Launch, StageInfo
+from d9d_dist import Launch, StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.job.plan import JobPlan
@@ -83,11 +83,14 @@ def test_the_cost_is_in_the_share_of_a_block_that_a_rank_computes(released: Path
     assert plan.model.provider.virtual_layers == round(2 * cost) > round(cost)
 
 
-def test_stages_are_even_if_the_cost_cannot_be_measured(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise NotImplementedError("this tower reads a value")
+@pytest.mark.parametrize("function", ["known_values", "find_blocks"])
+def test_stages_are_even_if_the_cost_cannot_be_measured(
+    function: str, released: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise UserError("this tower reads a value")
 
-    monkeypatch.setattr(_tower_cost, "known_values", fail)
+    monkeypatch.setattr(_tower_cost, function, fail)
     assert _plan(released, "gemma3").model.provider.virtual_layers == 0
 
 

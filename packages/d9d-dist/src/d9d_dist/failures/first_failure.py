@@ -29,6 +29,9 @@ NODE_FOLDER = "D9D_NODE_FOLDER"
 FIRST_FAILURE_FILE = "first_failure"
 """File in this folder: the rank that failed first, a line break, and its exit code; empty if that is unknown."""
 
+PUBLISHED = "d9d_published"
+"""Attribute of the error that was published first: a launcher may end its rank as soon as others have exited."""
+
 _NAMED = "d9d_first_failure"  # attribute of the error of a rank that did not fail first
 _EXIT_CODE = "d9d/exit_code/{}"  # store key with the exit code of a rank that has published a failure
 _NUM_READ = "d9d/num_failure_read"  # number of ranks that are done with the store, including ended ranks
@@ -190,6 +193,8 @@ def _report(store: dist.Store, error: BaseException, rank: int, world_size: int)
     text = describe(error)
     if not is_victim(error):
         first = publish_failure(store, rank, text, code=exit_code_of(error))
+        if first.rank == rank:
+            vars(error)[PUBLISHED] = True
     elif (found := _cause(store, rank, world_size)) is not None:
         first = found
     else:

@@ -103,5 +103,5 @@ def first_frames(patches: Tensor, scale: Tensor) -> Tensor:
 def pixels_of(frames: Tensor, scale: Tensor) -> Tensor:
     """Return normalized patches [N, C F P] in float32, of the bytes [N, C P] of one frame and their `byte_scale`."""
     mean, std = scale[:, :, :1]
-    frame = frames.unflatten(1, (len(mean), -1)).float().sub_(mean).div_(std)
+    frame = frames.unflatten(1, (len(mean), -1)).to(torch.float32, copy=True).sub_(mean).div_(std)
     return frame[:, :, None].expand(-1, -1, scale.shape[-1], -1).flatten(1)

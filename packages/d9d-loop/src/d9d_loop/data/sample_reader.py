@@ -46,8 +46,9 @@ class SampleReader:
     ) -> Any:
         """Read the samples of a job and collate them. Failures of a sample or of `collate` raise `DataError`.
 
-        `on_sample` is called with the index of each sample in the batch before the sample is read. With `seed`, the
-        generators are seeded for each sample by its position, and for `collate` by the first position.
+        `on_sample` is called with the index of each sample in the batch before the sample is read, and with their
+        number before `collate`, which may decode them. With `seed`, the generators are seeded for each sample by its
+        position, and for `collate` by the first position.
         """
         samples: list[Any] = []
         for number, entry in enumerate(job.entries):
@@ -58,6 +59,7 @@ class SampleReader:
                 samples.append(self._stream.read(entry))
             except Exception as error:
                 raise DataError(f"{job.describe(number)} could not be read: {_describe(error)}") from error
+        on_sample(len(samples))
         if seed is not None:
             seed_collate_random(seed, position=job.position)
         try:

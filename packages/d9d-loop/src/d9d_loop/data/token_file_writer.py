@@ -223,6 +223,7 @@ def write_once(folder: Path, write: Callable[[], object]) -> None:
                     file.write(str(error))
                 _RAISED[failure] = failure.stat().st_mtime_ns
             raise
+        failure.unlink(missing_ok=True)
 
 
 _RAISED: dict[Path, int] = {}

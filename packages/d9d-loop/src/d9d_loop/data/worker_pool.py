@@ -153,7 +153,9 @@ class _Worker:
 
     def _at(self) -> str:
         assert self._job is not None
-        return self._job.describe(min(self._sample.value, len(self._job.entries) - 1))
+        if (number := self._sample.value) == len(self._job.entries):
+            return f"collate of the {number} samples from {self._job.describe(0)} on"
+        return self._job.describe(number)
 
 
 def _work(connection: Connection, stopped: Connection, sample: Any, reader: SampleReader, seed: int) -> None:

@@ -103,10 +103,10 @@ def _parts(
             data = partial(chat_rows if config.job == "sft" else texts, config, note)
         case "vision":
             task = NextToken(counts_skipped=True)
-            data = partial(packed_image_chats if packing else image_chats, config, note)
+            data = partial(packed_image_chats if packing else partial(image_chats, in_bytes=True), config, note)
         case "dpo" if of_model.job == "vision":
             task = _preference_task(config, counts_skipped=True)
-            data = partial(image_chats, of_model, note, pairs=True)
+            data = partial(image_chats, of_model, note, pairs=True, in_bytes=True)
         case "dpo":
             task = _preference_task(config, router_loss=0.0 if packing else router_loss_factor(config, tokenizer))
             data = partial(pair_rows, config, note)

@@ -77,7 +77,9 @@ def for_images(config: TextJobConfig) -> TextJobConfig:
     return validate_config(TextJobConfig, {**values, "job": "vision", "preference": None})
 
 
-def image_chats(config: TextJobConfig, note: Note = _logger.info, *, pairs: bool = False) -> DatasetProvider:
+def image_chats(
+    config: TextJobConfig, note: Note = _logger.info, *, pairs: bool = False, in_bytes: bool = False
+) -> DatasetProvider:
     """Return the conversations of a job with their images, which are decoded when a batch is read.
 
     With `pairs`, the samples are preference pairs, and tensors with a value per token are [P, 2, L], the chosen answer
@@ -86,14 +88,14 @@ def image_chats(config: TextJobConfig, note: Note = _logger.info, *, pairs: bool
     A batch has the inputs of the model, `labels` [B, L], which are shifted, and -100 outside of the assistant's turns
     and on all tokens of an image, `num_skipped`, and `kept` [R]: the index of the sample of each row. A batch without
     an image gets one more row with a small one, without a label: all ranks must run the tower, because it takes part in
-    their collectives. Instead of `pixel_values` it may have bytes, see `image_processor.byte_scale`, which the tasks of
-    this package convert.
+    their collectives. With `in_bytes`, it may have bytes instead of `pixel_values`, see `image_processor.byte_scale`:
+    the tasks of this package convert them.
     """
     if config.dataset.packing:
         raise UserError(
             "image_chats: got dataset.packing = true; expected false. The job vision packs, with d9d-train."
         )
-    training, evaluation, collate = _chats(config, note, num_each=2 if pairs else 1)
+    training, evaluation, collate = _chats(config, note, num_each=2 if pairs else 1, in_bytes=in_bytes)
     data, num_tried = config.dataset, min(len(training), _NUM_TRIED)
     if all(int(collate([training[index]])["num_skipped"]) for index in range(num_tried)):
         raise _skipped(f"the first {num_tried} samples", data)
@@ -107,7 +109,7 @@ def packed_image_chats(config: TextJobConfig, note: Note = _logger.info) -> Pack
     entries of a batch. An image that makes a batch run the tower has no row of its own.
     """
     packer = RowPacker.of(config)
-    training, evaluation, collate = _chats(config, note, packer=packer)
+    training, evaluation, collate = _chats(config, note, packer=packer, in_bytes=True)
     lengths = []
     both = (("training", training), ("held-out", evaluation))
     for kind, samples in ((kind, each) for kind, each in both if each is not None):
@@ -123,7 +125,7 @@ def packed_image_chats(config: TextJobConfig, note: Note = _logger.info) -> Pack
 
 
 def _chats(
-    config: TextJobConfig, note: Note, *, num_each: int = 1, packer: RowPacker | None = None
+    config: TextJobConfig, note: Note, *, in_bytes: bool, num_each: int = 1, packer: RowPacker | None = None
 ) -> tuple[Samples, Samples | None, "ImageCollator"]:
     """Return the training and the held-out samples of a job, and their collator."""
     for axis in ("context_parallel_shard", "context_parallel_replicate"):
@@ -135,7 +137,9 @@ def _chats(
     wrap = partial(ImageChats, read=read, tokenizer=tokenizer, processor=processor, broken=data.broken_images)
     training, evaluation = samples_of(config, wrap=wrap)
     note_template(config, tokenizer, note)
-    return training, evaluation, ImageCollator(processor, tokenizer, data, num_each=num_each, packer=packer)
+    scale = byte_scale(processor) if in_bytes else None
+    collate = ImageCollator(processor, tokenizer, data, num_each=num_each, packer=packer, scale=scale)
+    return training, evaluation, collate
 
 
 def _skipped(what: str, data: TextDataConfig) -> UserError:
@@ -277,6 +281,7 @@ class ImageCollator:
         *,
         num_each: int,
         packer: RowPacker | None = None,
+        scale: Tensor | None = None,
     ) -> None:
         from PIL import Image  # noqa: PLC0415 - an extra
 
@@ -285,7 +290,7 @@ class ImageCollator:
         self._tokenizer_identity = tokenizer.identity()
         white = Image.new("RGB", (64, 64), (255, 255, 255))
         self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
-        self._scale = byte_scale(processor)
+        self._scale = scale
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return the batch of samples."""

@@ -17,13 +17,13 @@ from d9d_pipeline import Inputs
 def tower_cost(model: Any, inputs: Inputs) -> float:
     """Return the FLOPs of the tower and the projector, in those of a block; 0 without images.
 
-    0 if the model does not run without values: the cost is then unknown.
+    0 if the model does not run without values, or has no list of blocks: the cost is then unknown.
     """
     if inputs.shared.get("pixel_values") is None or not hasattr(model.base_model, "get_image_features"):
         return 0.0
-    on_meta, blocks = find_blocks(model, axis="mesh.pipeline_parallel")
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_flops})
     try:
+        on_meta, blocks = find_blocks(model, axis="mesh.pipeline_parallel")
         with torch.no_grad(), known_values(), counter:
             on_meta(*inputs.first, **inputs.shared)
     except Exception:
@@ -32,6 +32,8 @@ def tower_cost(model: Any, inputs: Inputs) -> float:
     decoder, head = on_meta.get_decoder(), on_meta.get_output_embeddings()
     names = {module: f"{root}.{name}" for name, module in on_meta.named_modules()}
     flops = {name: sum(each.values()) for name, each in found.items()}
+    if names[decoder] not in flops:  # the model calls parts of it
+        return 0.0
     of_tower = flops[root] - flops[names[decoder]] - flops.get(names[head], 0)
     num_blocks = len(on_meta.get_submodule(blocks))
     of_block = sum(flops.get(f"{root}.{blocks}.{index}", 0) for index in range(num_blocks)) / num_blocks
@@ -40,7 +42,7 @@ def tower_cost(model: Any, inputs: Inputs) -> float:
     (reach, share), (reach_of_texts, share_of_texts) = _trained(tower), _trained(of_texts)
     passes = 1 + reach + share  # forward, and the gradients of inputs and of trained weights
     passes_of_texts = 1 + (1 if share else reach_of_texts) + share_of_texts
-    return passes * of_tower / (passes_of_texts * of_block)
+    return passes * of_tower / (passes_of_texts * of_block) if of_block else 0.0
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> tuple[float, float]:

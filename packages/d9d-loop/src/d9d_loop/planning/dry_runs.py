@@ -374,6 +374,8 @@ def _join(split: ContextSplit, tree: Any, **options: Any) -> Any:
         mode = getattr(part, "fake_mode", None)
         if values is None or not isinstance(mode, DryRunMode) or (found := mode.wholes.get(values.data_ptr())) is None:
             return rows
+        if found[1].numel() != rows.numel():  # a view of a part
+            return rows
         return mode.with_values(found[1]).reshape(rows.shape)  # of pairs, whose parts became rows
 
     return pytree.tree_map_only(Tensor, joined, tree)

@@ -1,5 +1,6 @@
 """Plan of a job on a cluster: memory of each rank class, step time, cost, goodput, and better layouts."""
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -429,6 +430,7 @@ class _Checks:
                 self._known[key] = True
             except UserError:
                 self._known[key] = False
+            gc.collect()  # models of `plan_for` may be in cycles, and automatic collection is paused
         return self._known[key]
 
 
