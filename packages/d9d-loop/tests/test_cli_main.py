@@ -126,6 +126,19 @@ def test_the_first_error_of_a_running_job_is_printed_at_once(
     assert first_failure.PUBLISHED not in vars(late)
 
 
+def test_ctrl_c_in_the_wait_for_rank_0_prints_the_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(SystemExit), cli_main():
+        raise UserError("no.")
+    assert capsys.readouterr().err == "d9d: no.\n"
+
+
 def test_an_error_on_one_rank_is_printed_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -17,6 +17,7 @@ from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_state import StateError
 
 _SECONDS_FOR_FIRST = 5.0
+_PUBLISHED = "d9d_published"  # `first_failure.PUBLISHED`, whose module imports torch
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def cli_main() -> Generator[None]:
         yield
     except UserError as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise _user_error(f"{error}{notes}", everywhere=bool(notes) or "d9d_published" in vars(error)) from None
+        raise _user_error(f"{error}{notes}", everywhere=bool(notes) or _PUBLISHED in vars(error)) from None
     except StartupTimeoutError as error:
         _say(str(error), everywhere=True)
         raise SystemExit(ExitCode.HANG) from None
@@ -68,7 +69,8 @@ def _user_error(message: str, *, everywhere: bool = False) -> SystemExit:
     A launcher ends all ranks when the first has exited. So rank 0 gets the time to print what all ranks would print.
     """
     if not everywhere and not _is_first():
-        time.sleep(_SECONDS_FOR_FIRST)
+        with suppress(KeyboardInterrupt):
+            time.sleep(_SECONDS_FOR_FIRST)
     _say(message, everywhere=True)
     if {"SLURM_PROCID", "D9D_NODE_FOLDER"} <= os.environ.keys() and "RANK" not in os.environ:
         from d9d_loop.resilience.node_files import write_user_error  # noqa: PLC0415 - imports torch

@@ -40,7 +40,7 @@ def render_report(runs: Sequence[RunFolder]) -> str:
 
 
 def html_page(title: str, body: Sequence[str]) -> str:
-    """Return a page with the style of the reports, of which empty parts are left out."""
+    """Return a page with the style of the reports. Empty parts of the body are omitted."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style>"
     return "\n".join(
