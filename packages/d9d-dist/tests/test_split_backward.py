@@ -192,6 +192,13 @@ def test_weight_gradients_under_autocast_are_not_deferred() -> None:
     assert linear.weight.grad is not None
 
 
+def test_layers_on_meta_run_without_a_deferred_gradient() -> None:
+    """A stage computes on `meta` what other stages compute for it; `meta` has no autocast."""
+    linear = nn.Linear(4, 4, device="meta")
+    with SplitBackward().forward():
+        assert linear(torch.empty(2, 4, device="meta")).shape == (2, 4)
+
+
 def test_backward_may_run_in_another_thread() -> None:
     stage, x, grad_y = _stage()
     split = SplitBackward()

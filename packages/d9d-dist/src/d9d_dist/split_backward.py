@@ -190,7 +190,7 @@ class _LinearMode(TorchFunctionMode):
 
 
 def _linear(split: SplitBackward, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  (torch's own name)
-    is_plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (input, weight))
+    is_plain = all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in (input, weight))
     if not is_plain or input.dim() < 2 or torch.is_autocast_enabled(input.device.type) or torch.compiler.is_compiling():
         return F.linear(input, weight, bias)
     taken, slot = _defer_weight_grad(split, weight, input)
