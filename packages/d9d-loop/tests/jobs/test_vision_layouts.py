@@ -29,7 +29,8 @@ from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
 from d9d_loop.jobs.text_tasks import NextToken
-from d9d_loop.jobs.vision_data import ImageCollator, image_chats
+from d9d_loop.jobs.vision_collator import ImageCollator
+from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.model._context_trace import trace_context
 from d9d_loop.model._hugging_face_context import _Parts, _RowsForward
 from d9d_metrics import read_metrics

@@ -124,7 +124,7 @@ def indexed_parts(folder: Path) -> list[TokenPart]:
     text = path.read_bytes()
     try:
         if b'"shards"' in text:
-            return _mds_parts(folder, _Mds.model_validate_json(text))
+            return [_mds_part(folder, shard) for shard in _Mds.model_validate_json(text).shards]
         return _litdata_parts(folder, _LitData.model_validate_json(text))
     except ValidationError as error:
         first = error.errors()[0]
@@ -164,12 +164,8 @@ def _litdata_part(path: Path, chunk: "_Chunk", dtype: str) -> TokenPart:
     return TokenPart(path, num_items, len(stored), bounds, stored.read)
 
 
-def _mds_parts(folder: Path, index: "_Mds") -> list[TokenPart]:
-    """Open the shards of a MosaicML dataset; a sample is a document. `bytes` are tokens of int64, as in llm-foundry."""
-    return [_mds_part(folder, shard) for shard in index.shards]
-
-
 def _mds_part(folder: Path, shard: "_Shard") -> TokenPart:
+    """Open a shard of a MosaicML dataset; a sample is a document. `bytes` are tokens of int64, as in llm-foundry."""
     path = folder / shard.raw_data.basename
     names, encodings = shard.column_names, shard.column_encodings
     if (shard.format, shard.version) != ("mds", 2):

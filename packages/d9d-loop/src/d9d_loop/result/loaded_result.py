@@ -80,7 +80,8 @@ def load_result(
         )
     config = model.config
     own = tokenizer_folder(folder, adapted)
-    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and any(map(Path.is_file, _processors(own)))
+    has_processor = any((own / f"{name}_config.json").is_file() for name in ("processor", "preprocessor"))
+    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and has_processor
     processor = read_processor(own) if has_images else None
     vocab_size = config.get_text_config().vocab_size
     text_tokenizer, chat, stops = _read_tokenizer(own, vocab_size=vocab_size, has_parts=has_images)
@@ -90,10 +91,6 @@ def load_result(
     max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
     stops = list(dict.fromkeys(stops))
     return LoadedResult(folder, model, text_tokenizer, chat, tuple(stops), max_context, adapted, processor)
-
-
-def _processors(folder: Path) -> list[Path]:
-    return [folder / "processor_config.json", folder / "preprocessor_config.json"]
 
 
 def tokenizer_folder(folder: Path, adapted: AdaptedBase | None) -> Path:
@@ -124,7 +121,7 @@ def find_export(path: Path) -> Path:
         return path
     is_run = any((path / name).is_dir() for name in ("checkpoints", "export", "adapters"))
     for folder, name in ((path / "export", "config.json"), (path / "adapters", ADAPTER_CONFIG), (path, "config.json")):
-        if (folder / name).is_file() and not (is_run and folder == path and not _is_model(path)):
+        if (folder / name).is_file() and not (is_run and folder == path and "model_type" not in read_json(path / name)):
             return folder
     if not path.is_dir():
         raise UserError(f"{path} does not exist; expected the folder of a run or of a model.")
@@ -136,11 +133,6 @@ def find_export(path: Path) -> Path:
     raise UserError(
         f"{path} has no config.json; expected a folder in Hugging Face layout, or a run folder with such an export."
     )
-
-
-def _is_model(folder: Path) -> bool:
-    """Return True if `config.json` names a `model_type`."""
-    return "model_type" in read_json(folder / "config.json")
 
 
 def _read_tokenizer(

@@ -1,0 +1,282 @@
+"""Collator of conversations with images: the model's own processor converts them to tokens and pixels.
+
+B: samples, L: padded length.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from operator import call
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data import ChatTokenizer
+from d9d_loop.data.chat_tokenizer import Span
+from d9d_loop.data.conversation import Conversation
+from d9d_loop.data.image_processor import IMAGE_BYTES, first_frames
+from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.padding import join_batches
+from d9d_loop.jobs.job_config import TextDataConfig
+from d9d_loop.jobs.text_tasks import PER_TOKEN
+from d9d_loop.jobs.vision_packing import RowPacker
+
+_BYTES_AT_ONCE = 1 << 18
+"""Bytes of decoded images after which the processor converts: it needs many times as much meanwhile."""
+_STAND_IN = Conversation(
+    [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "."}]}], first_trained=1
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ImageRow:
+    """Rendered conversation with its images.
+
+    Attributes:
+        text: Text with one placeholder for each image.
+        spans: Characters of `text` that contribute to the loss.
+        images: Functions that decode its images; or the images, or their sizes.
+        place: Function that returns the file and position of the sample.
+    """
+
+    text: str
+    spans: Sequence[Span]
+    images: list[Any]
+    place: Any = None
+
+
+@final
+class ImageCollator:
+    """Collator of samples of `num_each` rows, which decodes and converts as many rows at once as have small images.
+
+    A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a sample with
+    a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples: one a row.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        tokenizer: ChatTokenizer,
+        data: TextDataConfig,
+        *,
+        num_each: int,
+        packer: RowPacker | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        from PIL import Image  # noqa: PLC0415 - an extra
+
+        self._processor, self._length, self._num_each, self._packer = processor, data.length, num_each, packer
+        self._too_long, self._broken = data.too_long, data.broken_images
+        self._tokenizer_identity = tokenizer.identity()
+        white = Image.new("RGB", (64, 64), (255, 255, 255))
+        self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
+        self._scale = scale
+
+    def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return the batch of samples."""
+        groups = [[each] for each in samples] if self._packer is None else samples
+        group_of = [number for number, group in enumerate(groups) for _ in group]
+        given = {index: rows for index, rows in enumerate(chain.from_iterable(groups)) if rows is not None}
+        kept, parts, ends = list[int](), list[dict[str, Tensor]](), list[int]()
+        for part in self._portions(given):
+            if (found := self._process_kept(part)) is not None:
+                kept += part
+                parts.append(found[0])
+                ends += found[1]
+            part.clear()  # free its images before others are decoded
+        num_rows, num_own = len(ends), len(kept)
+        if not any(part.keys() & {"pixel_values", IMAGE_BYTES} for part in parts):
+            stand_ins, more = self._process([self._stand_in] * self._num_each)
+            parts.append(stand_ins)
+            ends += more
+        values = {"input_ids": self._processor.tokenizer.pad_token_id, "labels": IGNORED_LABEL}
+        batch = join_batches(parts, {name: values.get(name, 0) for name in PER_TOKEN})
+        lengths = batch["attention_mask"].sum(1).tolist()
+        width = max(self._length, *ends[num_rows:], 0)
+        batch = {name: each[:, :width] if name in PER_TOKEN else each for name, each in batch.items()}
+        labels = batch["labels"].clone()
+        labels[:, self._length :] = IGNORED_LABEL
+        batch["labels"] = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED_LABEL)), dim=1)
+        if self._num_each > 1:
+            split = (-1, self._num_each)
+            batch = {name: each.unflatten(0, split) if name in PER_TOKEN else each for name, each in batch.items()}
+        if self._scale is not None:
+            batch["image_scale"] = self._scale
+        batch["num_skipped"] = torch.tensor(len(group_of) - num_own)
+        if self._packer is None:
+            batch["kept"] = torch.tensor(kept, dtype=torch.int64)
+            return batch
+        cut = [min(each, self._length) for each in lengths[:num_own]] + lengths[num_own:]
+        packed = [[s for s, index in enumerate(kept) if group_of[index] == group] for group in range(len(groups))]
+        min(packed, key=lambda row: sum(cut[s] for s in row)).extend(range(num_own, len(cut)))
+        return self._packer(batch, cut, packed)
+
+    def identity(self) -> str:
+        """Return everything that determines the number of tokens of a row, and whether it is skipped."""
+        settings = [self._length, self._too_long, self._broken]
+        return f"{self._tokenizer_identity} {self._processor.to_json_string()} {settings}"
+
+    def replacements(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """Return the texts that replace the placeholders of the images of a row of these widths and heights."""
+        from PIL import Image  # noqa: PLC0415 - an extra
+
+        self._process(
+            [ImageRow(self._processor.image_token * len(sizes), (), [Image.new("RGB", each) for each in sizes])]
+        )
+        return [each["replacement"] for each in self._processor.get_text_with_replacements.found[0]]
+
+    def num_tokens(self, sample: Sequence[ImageRow], replacements: Callable[[tuple[Any, ...]], list[str]]) -> int:
+        """Return the number of tokens of a sample of one row, whose images are sizes; 0 if it is skipped."""
+        (row,) = sample
+        try:
+            texts = replacements(tuple(row.images)) if row.images else []
+        except Exception as error:
+            self._reject(row, error)
+            return 0
+        (text,), (replaced,) = self._processor.get_text_with_replacements([row.text], texts)
+        found = self._processor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = torch.tensor(found["input_ids"])
+        labels, end = _labels(row, ids, found["offset_mapping"], replaced)
+        return min(len(ids), self._length) if self._fits(row, labels, end) else 0
+
+    def _portions(self, samples: dict[int, Sequence[ImageRow]]) -> Iterator[dict[int, Sequence[ImageRow]]]:
+        """Decode the images of samples in portions, which end with the sample that reaches `_BYTES_AT_ONCE`."""
+        portion, num_bytes = dict[int, Sequence[ImageRow]](), 0
+        for index, rows in samples.items():
+            if (decoded := self._decoded(rows)) is None:
+                continue
+            portion[index] = decoded
+            num_bytes += sum(3 * each.width * each.height for row in decoded for each in row.images)
+            if num_bytes >= _BYTES_AT_ONCE:
+                yield portion
+                portion, num_bytes, decoded = dict[int, Sequence[ImageRow]](), 0, None
+        yield portion
+
+    def _decoded(self, rows: Sequence[ImageRow]) -> Sequence[ImageRow] | None:
+        """Return a sample with decoded images; `None` if one is broken, and such samples are dropped."""
+        decode = cache(call)  # both conversations of a pair have the same images
+        try:
+            return [replace(row, images=[decode(each) for each in row.images]) for row in rows]
+        except UserError as error:
+            if self._broken == "drop":
+                return None
+            raise UserError(f"{rows[0].place()}: {error}") from error
+
+    def _process_kept(self, samples: dict[int, Sequence[ImageRow]]) -> tuple[dict[str, Tensor], list[int]] | None:
+        """Return what `_process` returns for samples, without those that are skipped, which are removed; or `None`."""
+        while samples:
+            rows = [row for of_sample in samples.values() for row in of_sample]
+            try:
+                batch, ends = self._process(rows)
+            except Exception:  # a processor does not say which image it cannot convert
+                skipped = [index for index, each in samples.items() if not all(map(self._is_accepted, each))]
+                if not skipped:
+                    raise
+            else:
+                lengths = batch["attention_mask"].sum(1).tolist()
+                fits = [
+                    self._fits(row, labels[:length], end)
+                    for row, labels, length, end in zip(rows, batch["labels"], lengths, ends, strict=True)
+                ]
+                starts = range(0, len(rows), self._num_each)
+                pairs = zip(starts, samples, strict=True)
+                skipped = [index for start, index in pairs if not all(fits[start : start + self._num_each])]
+                if not skipped:
+                    return batch, ends
+            for index in skipped:
+                del samples[index]
+        return None
+
+    def _process(self, rows: Sequence[ImageRow]) -> tuple[dict[str, Tensor], list[int]]:
+        """Return the inputs of the model with labels [B, L] that are not shifted, and the end of each row's images."""
+        self._processor.get_text_with_replacements.found = [[] for _ in rows]
+        batch = dict(
+            self._processor(
+                text=[row.text for row in rows],
+                images=[row.images for row in rows] if any(row.images for row in rows) else None,
+                padding=True,
+                padding_side="right",
+                truncation=False,
+                add_special_tokens=False,  # the template has written them
+                return_tensors="pt",
+                return_offsets_mapping=True,
+                **({} if self._scale is None else {"do_rescale": False, "do_normalize": False}),
+            )
+        )
+        if self._scale is not None and "pixel_values" in batch:
+            batch[IMAGE_BYTES] = first_frames(batch.pop("pixel_values"), self._scale)
+        offsets, replaced = batch.pop("offset_mapping").tolist(), self._processor.get_text_with_replacements.found
+        lengths = batch["attention_mask"].sum(1).tolist()
+        found = [
+            _labels(row, batch["input_ids"][number], offsets[number][: lengths[number]], replaced[number])
+            for number, row in enumerate(rows)
+        ]
+        batch["labels"] = torch.stack([labels for labels, _ in found])
+        return batch, [end for _, end in found]
+
+    def _is_accepted(self, row: ImageRow) -> bool:
+        """Return True if the processor converts a row. Raise `UserError` if not, and such rows are errors."""
+        try:
+            self._process([row])
+        except Exception as error:
+            self._reject(row, error)
+            return False
+        return True
+
+    def _reject(self, row: ImageRow, error: Exception) -> None:
+        """Raise `UserError` for a row that the processor does not convert, if such rows are errors."""
+        if self._broken == "refuse":
+            raise UserError(
+                f"{row.place()}: the processor cannot convert the images: {error} Replace or remove them, or set "
+                'dataset.broken_images = "drop".'
+            ) from error
+
+    def _fits(self, row: ImageRow, labels: Tensor, end: int) -> bool:
+        """Return True if a row is used. Raise `UserError` if it is too long, and such rows are errors."""
+        if len(labels) <= self._length:
+            return True
+        if self._too_long == "refuse":
+            raise UserError(
+                f"{row.place()}: the sample has {len(labels)} tokens; expected at most dataset.length = "
+                f'{self._length}. Increase the length, or set dataset.too_long = "drop".'
+            )
+        has_label = bool((labels[: self._length] != IGNORED_LABEL).any())
+        return self._too_long == "truncate" and end <= self._length and has_label
+
+
+def _labels(
+    row: ImageRow, ids: Tensor, offsets: Sequence[Span], replaced: Sequence[dict[str, Any]]
+) -> tuple[Tensor, int]:
+    """Return the labels [L] of the tokens of a row, and the end of its last image. `offsets` has no padding."""
+    labels, end = torch.full_like(ids, IGNORED_LABEL), 0
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+
+    def tokens_of(span: Span) -> slice:
+        """Return the tokens inside of characters of the text, without tokens of no characters at both ends."""
+        first, stop = bisect_left(starts, span[0]), bisect_right(stops, span[1])
+        while first < stop and starts[first] == stops[first]:
+            first += 1
+        while first < stop and starts[stop - 1] == stops[stop - 1]:
+            stop -= 1
+        return slice(first, max(first, stop))
+
+    for span in row.spans:
+        place = tokens_of(_moved(span, replaced))
+        labels[place] = ids[place]
+    for each in replaced:
+        place = tokens_of(each["new_span"])
+        labels[place] = IGNORED_LABEL
+        end = max(end, place.stop)
+    return labels, end
+
+
+def _moved(span: Span, replaced: Sequence[dict[str, Any]]) -> Span:
+    """Return characters of a text in the text whose placeholders are replaced."""
+    added = [(each["span"][1], each["new_span"][1] - each["span"][1]) for each in replaced]
+    start, stop = (char + max((more for end, more in added if end <= char), default=0) for char in span)
+    return start, stop
