@@ -27,12 +27,12 @@ from d9d_loop.engine.opened_engine import opened_engine
 from d9d_loop.engine.pipeline import Pipeline, WholeRows
 from d9d_loop.engine.reference import FrozenReference, Reference
 from d9d_loop.engine.scores import ReadTokens, RecordLayers, reference_values, score
-from d9d_loop.engine.stand_ins import trains_batch_norm
 from d9d_loop.engine.train_step import StepResult, TrainStep
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
+from d9d_loop.model.model_check import trains_batch_norm
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.ema import Ema

@@ -190,7 +190,7 @@ class JobState:
             self._check_frozen()
             self._is_digest_checked = False
         # A rank may not see yet that another host amended the state.
-        record = _RECORD.validate_python(gather_json(state["record"], alone=self._ctx.world_size == 1)[0])
+        record = _RECORD.validate_python(gather_json(state["record"])[0])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         rank_states: Any = info.rank_states
@@ -236,7 +236,7 @@ class JobState:
         """
         complete = self.store.complete()
         best = retention.ranked({info.step: info.metric for info in complete})
-        wanted = gather_json(next(iter(best), -1) if step is None else step, alone=self._ctx.world_size == 1)[0]
+        wanted = gather_json(next(iter(best), -1) if step is None else step)[0]
         found = next((info for info in complete if info.step == wanted), None)
         steps = ", ".join(str(info.step) for info in complete) or "none"
         what = "with a metric of an evaluation" if step is None else f"of step {step}"
@@ -348,7 +348,7 @@ class JobState:
         is_restored = info is not None and info.step == record.step and info.root.parent == self.store.root
         if is_restored or self._saved == record.step:
             own = {"role": rank_role(self._ctx), "subscribers": subscriber_states(self._events)}
-            states = gather_json(own, alone=self._ctx.world_size == 1)
+            states = gather_json(own)
             entries = {"record": _dump(record), "subscribers": states}
             self.store.amend(record.step, entries, metric=metric, ctx=self._ctx)
 

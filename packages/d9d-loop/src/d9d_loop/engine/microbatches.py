@@ -12,7 +12,7 @@ from d9d_dist.collectives.consensus import name_ranks
 from d9d_dist.collectives.tree_gather import all_gather_trees
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.batch_digest import digest_batches, digest_on_device, find_difference
-from d9d_loop.engine.stand_ins import STAND_INS
+from d9d_loop.model.model_check import STAND_INS
 from d9d_loop.resilience.same_values import describe_difference
 from d9d_loop.task import BatchTask
 

@@ -17,10 +17,10 @@ from d9d_dist.errors import shorten
 from d9d_dist.gradients.grad_dtype import grad_dtype_of
 from d9d_dist.values.buffer_values import BufferValues
 from d9d_loop.engine.pipeline import Pipeline
-from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
+from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
 from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.optimizers.weight_average import WeightAverage
@@ -223,11 +223,10 @@ class TrainStep:
         """Print the trainable parameters that got no gradient on any rank, in the first step. Collective."""
         self._is_first = False
         grads = {canonical_name(name): each.grad for name, each in self._model.named_parameters() if each.requires_grad}
-        is_alone = self._ctx.world_size == 1
-        candidates = _names(gather_json([name for name, grad in grads.items() if grad is None], alone=is_alone))
+        candidates = _names(gather_json([name for name, grad in grads.items() if grad is None]))
         if not candidates:
             return
-        used = gather_json([name for name in candidates if grads.get(name) is not None], alone=is_alone)
+        used = gather_json([name for name in candidates if grads.get(name) is not None])
         unused = candidates - _names(used)
         if unused and self._ctx.is_main_process:
             print(

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, final
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -145,10 +146,4 @@ class FlopFormula:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the formula with coefficients of `to_json`."""
-        attention, images = (AttentionFlops(**each) for each in values["attention"]), values["images"]
-        if images is not None:
-            pairs = tuple((window, flops) for window, flops in images["per_pair"])
-            size = images["size"] and tuple(images["size"])
-            patch_size = images["patch_size"]
-            images = ImageFlops(per_patch=images["per_patch"], per_pair=pairs, patch_size=patch_size, size=size)
-        return cls(per_row=values["per_row"], attention=tuple(attention), images=images)
+        return TypeAdapter(cls).validate_python(values)

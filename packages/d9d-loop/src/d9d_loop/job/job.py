@@ -119,7 +119,7 @@ def build_job(
     events.emit(ModelReady(record.step, pipeline.model, ctx))
     events.emit(OptimizerReady(record.step, optimizer))
     engine = build_engine(plan, training, ctx=ctx, events=events, reference=reference)
-    hosts = gather_json(socket.gethostname(), alone=ctx.world_size == 1)
+    hosts = gather_json(socket.gethostname())
     journal = Journal(config.run.dir, ctx, steps=plan.steps, hosts=hosts, on_failure=config.run.on_failure)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
     events.watch(watchdog.phase)

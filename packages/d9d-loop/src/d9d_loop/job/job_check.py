@@ -12,9 +12,9 @@ from d9d_dist import MeshConfig, UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
-from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.disk_mapper import export_mapper
+from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.writable import check_writable

@@ -10,7 +10,6 @@ from typing import Any
 
 from d9d_dist import UserError, gather_json
 from d9d_dist.values.parameter_writes import refuse_later_writes
-from d9d_loop.engine.stand_ins import STAND_INS, trains_batch_norm
 from d9d_loop.engine.train_step import StepResult
 from d9d_loop.events import (
     BadStepFound,
@@ -32,6 +31,7 @@ from d9d_loop.job.run_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
 from d9d_loop.model.export_notes import print_export_notes
+from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
 from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_finite, check_replicas, find_non_finite
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.launcher_watch import LauncherWatch
@@ -232,7 +232,7 @@ def _evaluate_if_due(job: Job) -> None:
             asked: list[bool] = []
             finish = partial(asked.append, True)
             job.events.emit(EvaluationDone(record.step, values, forward, job.reports.track, finish))
-        if any(gather_json(bool(asked), alone=job.ctx.world_size == 1)):
+        if any(gather_json(bool(asked))):
             record.ended = job.plan.steps
         if (why := react(record, job.plan.config)) is not None:
             record.ended = job.plan.steps

@@ -51,12 +51,12 @@ class Predictions(ExitStack):
 
     def compute(self, compute: ComputeMetrics) -> dict[str, float]:
         """Return the values that `compute` returns for all rows on one rank, equal on every rank. Collective."""
-        agree(self._problem, alone=self._alone)
+        agree(self._problem)
         values = None
         if self._writes:
             values = _as_text(compute({name: self._read(name) for name in self._files}))
         # Text, because JSON has no NaN.
-        found = [each for each in gather_json(values, alone=self._alone) if each is not None]
+        found = [each for each in gather_json(values) if each is not None]
         return {name: float(value) for name, value in found[0].items()}
 
     def _append(self, name: str, rows: Tensor) -> None:

@@ -31,7 +31,6 @@ from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.sample_reader import describe_none
 from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.plan import JobPlan
@@ -52,11 +51,11 @@ _LIMITS = ("fake", "meta", "device", "data pointer", "data_ptr", "storage", "num
 """Words in messages of `RuntimeError` and `TypeError` that only fake tensors raise, and not a real step."""
 
 
-def rehearse(plan: JobPlan) -> FlopFormula | None:
+def rehearse(plan: JobPlan) -> dict[str, Any] | None:
     """Run the first microbatches of a planned job and of its evaluation with fake tensors, in a forked process.
 
-    Return the model FLOPs, which the same process measures, and print why they are not known. If `config.rehearsal` is
-    False, only measure them.
+    Return the model FLOPs (`FlopFormula.to_json`), which the same process measures, and print why they are not known.
+    If `config.rehearsal` is False, only measure them.
 
     The whole model runs, also of a pipeline; under context parallelism with the part of rank 0. Batches of another
     size, at the end of an epoch and of the evaluation, run too. No collectives. Only rank 0 rehearses. A job that is
@@ -85,7 +84,7 @@ def rehearse(plan: JobPlan) -> FlopFormula | None:
         raise UserError(found["message"])
     if found["note"]:
         print(f"d9d: {found['note']}", flush=True)
-    return found["flops"] and FlopFormula.from_json(found["flops"])
+    return found["flops"]
 
 
 @final

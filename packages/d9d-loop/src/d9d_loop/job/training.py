@@ -3,6 +3,8 @@
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 
+from pydantic import JsonValue
+
 from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_dist.failures.first_failure import named_failure
 from d9d_loop.config.trainer_config import TrainerConfig
@@ -44,8 +46,8 @@ def train(plan: JobPlan, events: Events, run: Callable[[Job], TrainResult | Stop
     return result
 
 
-def _rehearse(plan: JobPlan) -> FlopFormula | UserError | None:
-    """Rehearse on rank 0; return the FLOPs of the model, if they are known.
+def _rehearse(plan: JobPlan) -> JsonValue | UserError:
+    """Rehearse on rank 0; return the FLOPs of the model as JSON, if they are known.
 
     Return the mistake of rank 0 if other ranks wait for this rank, and raise it if there are none.
     """
@@ -62,7 +64,7 @@ def _train(
     ctx: DistributedContext,
     events: Events,
     launcher: LauncherWatch,
-    rehearsed: FlopFormula | UserError | None,
+    rehearsed: JsonValue | UserError,
     *,
     run: Callable[[Job], TrainResult | Stopped] | None,
 ) -> TrainResult | Stopped:
@@ -93,7 +95,9 @@ def _train(
         with store.locked(ctx, wait_seconds=wait_seconds), _locked_for_export(config, ctx), store:
             is_locked = True
             assert not isinstance(rehearsed, UserError)  # all ranks have raised it
-            job = build_job(plan, store=store, ctx=ctx, events=events, flops=_of_rank_0(rehearsed, ctx))
+            of_rank_0 = gather_json(rehearsed)[0]
+            flops = of_rank_0 and FlopFormula.from_json(of_rank_0)
+            job = build_job(plan, store=store, ctx=ctx, events=events, flops=flops)
             _describe_start(job, changes=run in {None, evaluate_job})
             if run is not None:
                 return run(job)
@@ -115,12 +119,6 @@ def _train(
         else:  # without the lock, the status may be that of another job
             report_early_failure(config.run, ctx.rank, error, writes_status=is_locked)
         raise
-
-
-def _of_rank_0(flops: FlopFormula | None, ctx: DistributedContext) -> FlopFormula | None:
-    """Return the FLOPs that rank 0 has measured. Collective."""
-    values = gather_json(None if flops is None else flops.to_json(), alone=ctx.world_size == 1)[0]
-    return None if values is None else FlopFormula.from_json(values)
 
 
 def _describe_start(job: Job, *, changes: bool = True) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import nn
 
 from d9d_dist import UserError
+from d9d_loop.data.text_tokenizer import TextTokenizer
 from d9d_loop.jobs.job_config import GENERATING_JOBS, JobKind, TextJobConfig
 from d9d_loop.model.hugging_face_model import hugging_face_model, read_config
 from d9d_loop.model.model_provider import ModelProvider
@@ -17,32 +18,8 @@ _SPECIAL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "end_id", "pad_token_i
 _ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-class SpecialIds(Protocol):
-    """Tokenizer with its size, and the ids of its start, end and padding token, or None."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id of the start token."""
-        ...
-
-    @property
-    def end_id(self) -> int | None:
-        """Id of the end token."""
-        ...
-
-    @property
-    def pad_id(self) -> int | None:
-        """Id of the padding token."""
-        ...
-
-
 def transformers_model(
-    config: TextJobConfig, tokenizer: SpecialIds, entries: Mapping[str, Any] | None = None
+    config: TextJobConfig, tokenizer: TextTokenizer, entries: Mapping[str, Any] | None = None
 ) -> ModelProvider:
     """Return the provider of the `transformers` model of a job; `entries` change its configuration.
 
@@ -83,7 +60,7 @@ def auto_class(job: JobKind) -> Any:
             assert_never(job)
 
 
-def own_model(config: TextJobConfig, tokenizer: SpecialIds) -> ModelProvider:
+def own_model(config: TextJobConfig, tokenizer: TextTokenizer) -> ModelProvider:
     """Return the provider of d9d's own decoder for the job's family, which supports packed rows and pipelines.
 
     Parameters are float32; the export keeps the dtypes of the folder.
@@ -101,14 +78,14 @@ def own_model(config: TextJobConfig, tokenizer: SpecialIds) -> ModelProvider:
     return model
 
 
-def model_config(config: TextJobConfig, tokenizer: SpecialIds, changes: Mapping[str, Any]) -> Any:
+def model_config(config: TextJobConfig, tokenizer: TextTokenizer, changes: Mapping[str, Any]) -> Any:
     """Return the configuration of `transformers` for the folder or the family, with changes."""
     if config.model.folder is None:
         return _new_config(config, tokenizer, changes)
     return read_config(config.model.folder, auto_class(config.job), changes)
 
 
-def router_loss_factor(config: TextJobConfig, tokenizer: SpecialIds) -> float:
+def router_loss_factor(config: TextJobConfig, tokenizer: TextTokenizer) -> float:
     """Return the factor of the balance loss of experts, which `transformers` adds if `output_router_logits` is set."""
     found = model_config(config, tokenizer, config.model.entries).get_text_config()
     if not getattr(found, "output_router_logits", False):
@@ -123,7 +100,7 @@ def router_loss_factor(config: TextJobConfig, tokenizer: SpecialIds) -> float:
     return float(next(iter(factors.values())))
 
 
-def padding_id(config: TextJobConfig, tokenizer: SpecialIds) -> int:
+def padding_id(config: TextJobConfig, tokenizer: TextTokenizer) -> int:
     """Return the id of the padding token: that of the model, else of the tokenizer, else the end token.
 
     Classifiers find the end of a text by its padding, so the id is also that of their export.
@@ -171,7 +148,7 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
         )
 
 
-def check_vocabulary(tokenizer: SpecialIds, model_config: Any) -> None:
+def check_vocabulary(tokenizer: TextTokenizer, model_config: Any) -> None:
     """Raise `UserError` if the tokenizer has tokens that the embedding of the model lacks."""
     rows = getattr(model_config.get_text_config(), "vocab_size", None)
     if rows is not None and tokenizer.vocab_size > rows:
@@ -207,7 +184,7 @@ def _bidirectional(config: TextJobConfig) -> UserError:
     )
 
 
-def _new_config(config: TextJobConfig, tokenizer: SpecialIds, entries: Mapping[str, Any]) -> Any:
+def _new_config(config: TextJobConfig, tokenizer: TextTokenizer, entries: Mapping[str, Any]) -> Any:
     """Return the configuration of a new model of a `transformers` family, for the job's tokenizer."""
     from transformers import CONFIG_MAPPING, AutoConfig
 

@@ -1,4 +1,4 @@
-"""Checks of a model after the provider's `parallelize`."""
+"""Checks of a built or parallelized model."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,10 +6,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
 from d9d_dist.data_parallel.embedding_rows import writes_to_rows
 from d9d_state import TensorInfo, check_saveable, model_tensors
+
+STAND_INS = (
+    "the model has batch norms in training mode, whose statistics would include stand-in batches; expected as many "
+    "microbatches on all ranks. Pass equal numbers, or call eval() on the batch norms."
+)
+
+
+def trains_batch_norm(model: nn.Module) -> bool:
+    """Return True if a model has batch norms in training mode, whose statistics would include stand-in batches."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:

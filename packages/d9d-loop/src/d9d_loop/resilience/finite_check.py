@@ -37,7 +37,7 @@ def check_finite(
         limits = [torch.finfo(dtype_of(name) or each.dtype).max for name, each in trained.items()]
         values = torch.stack([each.float() for each in largest]).tolist()
         bad = [name for name, value, limit in zip(trained, values, limits, strict=True) if not value <= limit]
-    names = sorted({name for each in gather_json(bad, alone=ctx.world_size == 1) for name in each})
+    names = sorted({name for each in gather_json(bad) for name in each})
     if names:
         raise BadStepError(
             f"after step {step}, {shorten(names)} are not finite, or beyond the range of their dtype, "
