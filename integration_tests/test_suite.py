@@ -1,6 +1,7 @@
 """Settings of test runs in the root's conftest.py."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from d9d_dist.testing import run_ranks
 
 pytest_plugins = ["pytester"]
 
@@ -31,6 +34,17 @@ def test_drawn_examples_do_not_depend_on_loaded_modules(tmp_path: Path, monkeypa
     importlib.import_module("local_module_with_constants")
     assert _drawn() == before
     del sys.modules["local_module_with_constants"]
+
+
+def _parent() -> int:
+    return os.getppid()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or sys.version_info >= (3, 14), reason="workers have servers of their own")
+def test_ranks_are_forked_from_the_server_of_their_worker() -> None:
+    """Another server would import torch, transformers and the test files again."""
+    (server,) = run_ranks(_parent, world_size=1)
+    assert server == os.getppid() or "PYTEST_XDIST_WORKER" not in os.environ
 
 
 SUITE = """
