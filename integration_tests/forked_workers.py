@@ -65,7 +65,7 @@ def _serve(stdin: Connection, stdout: Connection) -> None:
     multiprocessing.set_start_method(None, force=True)  # the default, which children of a fork server do not have
     if sys.version_info < (3, 14):  # later, a child does not have the server's key
         # Python would start another server for the ranks, which imports the modules again.
-        forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+        forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # ty: ignore[invalid-assignment]
     sys.stdin = os.fdopen(0, closefd=False)
     try:
         exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})  # noqa: S102
