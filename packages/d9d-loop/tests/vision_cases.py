@@ -139,23 +139,27 @@ def _gemma() -> tuple[Any, Any]:
     return processor, transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _idefics() -> tuple[Any, Any]:
+def _idefics(name: str = "Idefics3") -> tuple[Any, Any]:
     transformers: Any = import_module("transformers")
 
     tokenizer = _tokenizer(image_token="<image>")  # noqa: S106
     edges = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
-    images = transformers.Idefics3ImageProcessor(**edges)
+    images, more = getattr(transformers, f"{name}ImageProcessor")(**edges), list[Any]()
+    if name == "SmolVLM":
+        pytest.importorskip("num2words")
+        more.append(transformers.SmolVLMVideoProcessor(fps=1, num_frames=8))
     template = TEMPLATE.replace("IMAGE", "<image>")
-    processor = transformers.Idefics3Processor(images, tokenizer, chat_template=template, image_seq_len=4)
+    kind = getattr(transformers, f"{name}Processor")
+    processor = kind(images, tokenizer, *more, chat_template=template, image_seq_len=4)
     text = _text(tokenizer)
-    config = transformers.Idefics3Config(
+    config = getattr(transformers, f"{name}Config")(
         text_config={**text, "model_type": "llama"},
         vision_config={key: value for key, value in SIGLIP.items() if key != "vision_use_head"},
         scale_factor=2,
         pad_token_id=text["pad_token_id"],
         **_ids(tokenizer, {"image_token_id": "<image>"}),
     )
-    return processor, transformers.Idefics3ForConditionalGeneration(config)
+    return processor, getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 def _llava() -> tuple[Any, Any]:
@@ -251,6 +255,7 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen3_vl_moe": partial(_qwen3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12),
     "gemma3": _gemma,
     "idefics3": _idefics,
+    "smolvlm": partial(_idefics, "SmolVLM"),
     "llava_onevision": _llava,
     "mistral3": _mistral3,
     "internvl": _internvl,
@@ -360,8 +365,8 @@ def plain_inputs(processor: Any, sample: dict[str, Any], folder: Path) -> tuple[
             {**part, "image": str(folder / part["image"])} if part["type"] == "image" else part
             for part in message["content"]
         ]
-    options = {"add_special_tokens": False, "return_tensors": "pt"}
-    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, processor_kwargs=options)
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(messages, **options, processor_kwargs={"add_special_tokens": False})
     start, end, space = (
         processor.tokenizer.convert_tokens_to_ids(each) for each in ("<|assistant|>", "<|end|>", "<image>")
     )

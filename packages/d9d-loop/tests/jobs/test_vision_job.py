@@ -32,6 +32,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop.cli_main import cli_main
 from d9d_loop.data.contents import identity_of
 from d9d_loop.data.image_chat import read_image_chat
+from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data_error import DataError
 from d9d_loop.jobs import NextToken, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows
@@ -338,6 +339,15 @@ def test_a_new_model_is_an_error(tmp_path: Path) -> None:
     values = vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path).model_dump(exclude_unset=True)
     with pytest.raises(ValidationError, match=r"job = vision needs model\.folder"):
         TextJobConfig.model_validate({**values, "model": {"family": "qwen2_5_vl"}})
+
+
+def test_a_processor_that_needs_a_missing_package_names_only_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("smolvlm", tmp_path / "model")
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", None)
+    with pytest.raises(UserError, match=r"cannot read its processor: Package `num2words` .*num2words`\.$"):
+        read_processor(tmp_path / "model")
 
 
 def test_a_folder_without_images_is_an_error(model: Path, file: Path, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def read_processor(folder: Path | None) -> Any:
         processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises exceptions of many libraries
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{folder}: transformers cannot read its processor: {why} {expected}") from error
+        expected = "" if isinstance(error, ImportError) else f" {expected}"  # it names the package to install
+        raise UserError(f"{folder}: transformers cannot read its processor: {why}{expected}") from error
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
         raise UserError(f"{folder} has a {type(processor).__name__} and no processor of images. {expected}")
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "get_text_with_replacements"):

@@ -22,7 +22,7 @@ from d9d_loop.model._context_trace import Dims, trace_context, with_value
 
 IMAGE_MODELS = frozenset((
     *("gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl"),
-    "qwen3_vl_moe",
+    *("qwen3_vl_moe", "smolvlm"),
 ))  # fmt: skip
 """Values of `model_type` whose parts of rows, and samples of a packed row, are compared with single samples."""
 
