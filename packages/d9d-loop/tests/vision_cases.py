@@ -102,7 +102,7 @@ def _qwen() -> tuple[Any, Any]:
     return processor, transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen3(**experts: Any) -> tuple[Any, Any]:
+def _qwen3(num_features: int = 1, **more: Any) -> tuple[Any, Any]:
     transformers: Any = import_module("transformers")
     tokenizer = _tokenizer(image_token="<image>", video_token="<video>", **QWEN_TOKENS)  # noqa: S106
     patches = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
@@ -110,12 +110,13 @@ def _qwen3(**experts: Any) -> tuple[Any, Any]:
     template = TEMPLATE.replace("IMAGE", "<start><image><stop>")
     videos = transformers.Qwen3VLVideoProcessor(**patches)
     processor = transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=template)
-    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    name = "Qwen3VLMoe" if "num_experts" in more else "Qwen3VL"
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
-    tower: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "depth": 2}
-    tower |= {"out_hidden_size": 16, "patch_size": 4, "spatial_merge_size": 2, "deepstack_visual_indexes": [0]}
+    tower: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "depth": 1 + num_features}
+    tower |= {"out_hidden_size": 16, "patch_size": 4, "spatial_merge_size": 2}
+    tower["deepstack_visual_indexes"] = list(range(num_features))
     config = getattr(transformers, f"{name}Config")(
-        text_config={**_text(tokenizer), "rope_parameters": rope, **experts},
+        text_config={**_text(tokenizer), "rope_parameters": rope, **more},
         vision_config={**tower, "num_position_embeddings": 16},
         **_ids(tokenizer, {"image_token_id": "<image>", "video_token_id": "<video>"}),
         **_ids(tokenizer, {"vision_start_token_id": "<start>", "vision_end_token_id": "<stop>"}),
@@ -391,6 +392,7 @@ def wide_norms() -> Generator[None]:
         return scaled * (1 + norm.weight if is_gemma else norm.weight)
 
     names = {"gemma3": "Gemma3RMSNorm", "qwen2_5_vl": "Qwen2_5_VLRMSNorm"}
+    names |= {"qwen3_vl": "Qwen3VLTextRMSNorm", "qwen3_vl_moe": "Qwen3VLMoeTextRMSNorm"}
     names |= {"pixtral": "PixtralRMSNorm", "mistral": "MistralRMSNorm"}
     with pytest.MonkeyPatch.context() as patch:
         for family, name in names.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -144,12 +145,48 @@ def test_models_of_released_sizes_are_split(family: str) -> None:
     assert len(found.attention) == len(found.splits) == config.get_text_config().num_hidden_layers
 
 
-def test_features_of_images_that_enter_blocks_of_a_later_stage_are_an_error() -> None:
+@pytest.fixture(scope="module")
+def deep(released: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Model of four blocks: features of images are added behind the first three; and its plain loop."""
+    folder = tmp_path_factory.mktemp("deep") / "qwen3_vl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "deep", partial(FAMILIES["qwen3_vl"], num_features=3, num_hidden_layers=4))
+        save_model("deep", folder)
+    return folder, plain_training(folder, released["file"], CHATS)
+
+
+@pytest.mark.sample("interleaved_1f1b")
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("1f1b", {}),
+        ("1f1b", {"data_parallel_shard": 2}),
+        ("1f1b", {"tensor_parallel": 2}),
+        ("1f1b", {"context_parallel_shard": 2}),
+        ("interleaved_1f1b", {}),
+        ("zb1p", {}),
+        ("zbv", {}),
+        ("dualpipev", {}),
+    ],
+    ids=["1f1b", "fsdp", "tensor", "context", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"],
+)
+def test_features_of_images_enter_blocks_of_later_stages(
+    kind: str, mesh: dict[str, int], deep: tuple[Path, Any], released: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, plain = deep
+    schedule = {"kind": kind, **({"stages_per_rank": 2} if kind.startswith("interleaved") else {})}
+    degrees = {"pipeline_parallel": 2, **mesh}
+    arguments = (folder, released["file"], tmp_path, degrees, {"pipeline": {"schedule": schedule}})
+    run_ranks(_train, *arguments, world_size=prod(degrees.values()))
+    assert_trained(tmp_path / "vision", *plain)
+
+
+def test_features_of_images_before_chosen_blocks_are_an_error_in_a_pipeline() -> None:
     _, model = FAMILIES["qwen3_vl"]()
     config = model.config
-    config.vision_config.deepstack_visual_indexes = [0, 1]
+    config.deepstack_layer_map = [(0, 1)]
     built = hugging_face_model(config, type(model))
-    with pytest.raises(UserError, match=r"layers\.1: features of images are added behind the first 2 blocks"):
+    with pytest.raises(UserError, match=r"layers\.1: features of images are added before blocks"):
         built.build(StageInfo(0, 2))
 
 

@@ -108,12 +108,8 @@ def trace_blocks(model: Any) -> BlockTrace:
     """
     trace = BlockTrace(*find_blocks(model, axis="mesh.pipeline_parallel"))
     _record(trace)
-    vision = getattr(model.config, "vision_config", None)
-    # The trace has no images, whose features may also enter behind the first blocks (DeepStack).
-    last = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    last = trace.num_blocks if getattr(model.config, "deepstack_layer_map", None) else last
-    if last:
-        trace.mixed.setdefault((0, last), f"features of images are added behind the first {last} blocks")
+    if getattr(model.config, "deepstack_layer_map", None):  # the trace has no images
+        trace.mixed.setdefault((0, trace.num_blocks), "features of images are added before blocks")
     for module in trace.model.modules():
         vars(module).pop("forward", None)
     return trace

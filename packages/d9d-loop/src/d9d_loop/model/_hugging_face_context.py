@@ -58,7 +58,7 @@ def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
         module.register_forward_hook(partial(parts.split_output, rows.outputs))
     for module in model.modules():
         if "deepstack_visual_embeds" in signature(module.forward).parameters:
-            module.register_forward_pre_hook(parts.split_features, with_kwargs=True)
+            module.register_forward_pre_hook(parts.split_features, with_kwargs=True, prepend=True)
     for splits, block in zip(trace.splits, blocks, strict=False):  # the planner drops repeated blocks
         block.register_forward_pre_hook(partial(parts.split, splits), with_kwargs=True)
     without_cache(model.config)

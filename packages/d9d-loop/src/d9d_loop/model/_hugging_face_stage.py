@@ -5,9 +5,13 @@ stage before it runs the model's forward up to this call and sends the tensors t
 also runs the forward, for masks, positions and rotary tables. Absent layers return zeros, and absent blocks return
 their input. At the cut the received tensors replace the arguments of the block. So code outside of the blocks, such as
 the scale of an embedding, acts on the hidden states of exactly one stage.
+
+Features of images that a decoder adds behind blocks of later stages (DeepStack) follow the tensors of a cut, as
+[B, L, H] with zeros at tokens of texts. A decoder adds received features at all tokens.
 """
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -51,6 +55,9 @@ def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo, *, virtual_layers
     for parameter in kept:
         _register(model, names[parameter], parameter)
     _keep_buffers_once(model, trace, stage)
+    decoder = model.get_submodule(trace.blocks.rpartition(".")[0])
+    if "deepstack_visual_embeds" in signature(decoder.forward).parameters:
+        decoder.register_forward_pre_hook(flow.exchange_features, with_kwargs=True)
     without_cache(model.config)
     model.forward = _StageForward(model, flow)
 
@@ -99,6 +106,7 @@ class _Flow:
         self._outgoing = [] if stage.is_last else trace.carried(self.own.stop)
         self._received: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
+        self._features: list[Tensor] = []
         self._omitted: list[tuple[nn.Module, str, Tensor]] = []
         self._expected: set[int] = set()
 
@@ -121,19 +129,21 @@ class _Flow:
         self._expected = {group[0].block for group in (*self._incoming, *self._outgoing)}
         if self.stage.is_first:
             return
-        values = received[0] if len(self._incoming) > 1 else received
-        self._received = {group[0].value: value for group, value in zip(self._incoming, values, strict=True)}
+        values = received if isinstance(received[0], Tensor) else received[0]
+        count = len(self._incoming)
+        self._received = {group[0].value: each for group, each in zip(self._incoming, values[:count], strict=True)}
+        self._features = list(values[count:])
         for module, key, parameter in self._omitted:
             vars(module)[key] = self.zeros(parameter)
 
     def finish(self) -> Any:
         """Return what the next stage receives."""
-        sent = tuple(self._sent[group[0].value] for group in self._outgoing)
+        sent = (*(self._sent[group[0].value] for group in self._outgoing), *self._features)
         return sent if len(sent) > 1 else sent[0]
 
     def clear(self) -> list[int]:
         """Forget the tensors of the microbatch; return the blocks that exchange tensors and were not called."""
-        self._received, self._sent = {}, {}
+        self._received, self._sent, self._features = {}, {}, []
         missing, self._expected = sorted(self._expected), set()
         for module, key, *_ in self._omitted:
             vars(module).pop(key, None)
@@ -142,6 +152,21 @@ class _Flow:
     def zeros(self, like: Tensor) -> Tensor:
         """Return zeros without memory on the device of the microbatch."""
         return torch.zeros((), dtype=like.dtype, device=self.hidden.device).expand(like.shape)
+
+    def exchange_features(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Let a decoder add the received features of images; keep those that later stages add."""
+        if found := self._features:
+            absent = [found[0].new_zeros(())] * self.own.start
+            kwargs["visual_pos_masks"] = torch.ones((), dtype=torch.bool, device=found[0].device)
+            kwargs["deepstack_visual_embeds"] = [*absent, *found]
+            self._features = found[len(self.own) :]
+        elif found := kwargs.get("deepstack_visual_embeds"):
+            is_image = kwargs["visual_pos_masks"][..., None]
+            self._features = [
+                each.new_zeros(*is_image.shape[:2], each.shape[-1]).masked_scatter(is_image, each)
+                for each in found[self.own.stop :]
+            ]
+        return args, kwargs
 
     def replace(self, index: int, call: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the arguments of a block's call, with what was received."""
