@@ -14,6 +14,7 @@ from vision_cases import (
     CHATS,
     EAGER,
     FAMILIES,
+    _qwen3,
     assert_trained,
     chat,
     image,
@@ -150,7 +151,7 @@ def deep(released: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     """Model of four blocks: features of images are added behind the first three; and its plain loop."""
     folder = tmp_path_factory.mktemp("deep") / "qwen3_vl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "deep", partial(FAMILIES["qwen3_vl"], num_features=3, num_hidden_layers=4))
+        patch.setitem(FAMILIES, "deep", partial(_qwen3, num_features=3, num_hidden_layers=4))
         save_model("deep", folder)
     return folder, plain_training(folder, released["file"], CHATS)
 

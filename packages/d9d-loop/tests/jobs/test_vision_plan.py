@@ -10,7 +10,7 @@ import pytest
 import torch
 from text_job_cases import write_lines
 from torch.utils.flop_counter import FlopCounterMode
-from vision_cases import CHATS, FAMILIES, chat, image, save_chats, save_model, text, vision_config
+from vision_cases import CHATS, FAMILIES, _qwen3, chat, image, save_chats, save_model, text, vision_config
 
 from d9d_dist import Launch
 from d9d_loop import Trainer
@@ -195,3 +195,17 @@ def test_packed_rows_are_planned(released: Path) -> None:
     trainer = _trainer(released, "qwen2_5_vl", dataset=dataset, batch={"global_size": 1, "microbatch_size": 1})
     plan = plan_cluster(trainer, world_size=1, hardware="h100-dgx")
     assert 100 < plan.layout.length <= 160
+
+
+def test_a_pipeline_whose_later_stages_add_features_is_planned(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of one block: the features that enter behind the first three blocks are sent like hidden states."""
+    monkeypatch.setitem(FAMILIES, "deep", partial(_qwen3, num_features=3, num_hidden_layers=4))
+    schedule = {"kind": "interleaved_1f1b", "stages_per_rank": 2}
+    more: dict[str, Any] = {"mesh": {"pipeline_parallel": 2}, "pipeline": {"schedule": schedule}}
+    trainer = _trainer(released, "deep", **more, batch={"global_size": 2, "microbatch_size": 1})
+    (dry,) = dry_run(trainer.plan_for, ranks=[0], world_size=2)
+    sent = [each.num_bytes for each in dry.forward_backward.collectives if each.name == "send"]
+    # In each of two microbatches: outputs of stages 0 and 2, and the gradients of the inputs of stage 2.
+    assert len(sent) == 2 * ((1 + 2) + 1 + (1 + 1))
+    assert len(set(sent)) == 1
+    assert plan_cluster(trainer, world_size=2, hardware="h100-dgx").memory[1].parameters > 0

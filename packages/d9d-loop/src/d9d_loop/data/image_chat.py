@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import io
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,19 +119,12 @@ def image_stamp(source: ImageSource, folder: Path) -> str:
     """Return a text that differs if an image does: the path, size and time of a file, or the digest of bytes."""
     match source:
         case str():
-            path = folder / source
-            return f"{source} {(found.st_size, found.st_mtime_ns) if (found := _stat(path)) else None}"
+            found = path.stat() if (path := folder / source).is_file() else None
+            return f"{source} {found and (found.st_size, found.st_mtime_ns)}"
         case bytes():
             return hashlib.sha256(source).hexdigest()
         case _:
             return str(source.size)
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:
-        return None
 
 
 def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:

@@ -66,11 +66,12 @@ class InPlaceCheck(TorchDispatchMode):
             return ""
         tensor, _, saved = self._found
         written = self._writes.get(_storage(tensor))
+        places = [("changed in", written), ("needed by", saved)] if written else [("needed by", saved)]
         return "\n".join(
             [
                 f"the backward of the first batch fails: an in-place operation{_of(written)} changes a value of shape "
                 f"{list(tensor.shape)} that the backward{_of(saved)} needs.",
-                *(f"  {word} {describe_place(code, line)}" for word, (_, code, line) in _lines(written, saved) if code),
+                *(f"  {word} {describe_place(code, line)}" for word, (_, code, line) in places if code),
                 "Use an operation that returns a new tensor, such as x = x + y for x += y, or inplace=False.",
             ]
         )
@@ -104,7 +105,3 @@ def _storage(tensor: Tensor) -> int:
 
 def _of(place: _Place | None) -> str:
     return f" in {place[0]}" if place is not None and place[0] else ""
-
-
-def _lines(written: _Place | None, saved: _Place) -> list[tuple[str, _Place]]:
-    return [*([("changed in", written)] if written is not None else []), ("needed by", saved)]

@@ -95,8 +95,8 @@ class RowPacker:
 
 def _rope_index(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Return the rotary positions [D, S, L] of samples by the model's own method."""
-    wanted = inspect.signature(model.get_rope_index).parameters
-    return model.get_rope_index(**{name: each for name, each in batch.items() if name in wanted})[0]
+    wanted = inspect.signature(model.get_rope_index).parameters.keys() & batch.keys()
+    return model.get_rope_index(**{name: batch[name] for name in wanted})[0]
 
 
 @final

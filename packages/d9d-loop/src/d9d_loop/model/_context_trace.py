@@ -313,7 +313,8 @@ class _Positions(TorchDispatchMode):
         local = [tensor for tensor in given if self._is_local(tensor)]
         name = func._schema.name.partition("::")[2]
         is_inner = local or any(self._trace.whole.get(each, self._behind) is not self._behind for each in self._calls)
-        if is_inner and _DATA_DEPENDENT & {*func.tags} and (name != "index" or _has_bool(args[1])):
+        is_mask = name != "index" or any(each.dtype in (torch.bool, torch.uint8) for _, each in tensors_in(args[1]))
+        if is_inner and _DATA_DEPENDENT & {*func.tags} and is_mask:
             raise _DataDependentError
         result = func(*args, **kwargs)
         results = [tensor for _, tensor in tensors_in(result)]
@@ -380,10 +381,6 @@ class _Positions(TorchDispatchMode):
         dims = dims if isinstance(dims, list | tuple) else [dims]
         shapes = [tensor.shape for _, tensor in tensors_in(given) if tensor.dim()]
         return not dims or any(dim is None or self._is_length(shape[dim]) for shape in shapes for dim in dims)
-
-
-def _has_bool(indices: Any) -> bool:
-    return any(each.dtype in (torch.bool, torch.uint8) for _, each in tensors_in(indices))
 
 
 def with_value(tree: Any, path: Path, value: Any) -> Any:

@@ -12,6 +12,7 @@ Features of images that a decoder adds behind blocks of later stages (DeepStack)
 
 from collections.abc import Mapping
 from inspect import signature
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -130,9 +131,8 @@ class _Flow:
         if self.stage.is_first:
             return
         values = received if isinstance(received[0], Tensor) else received[0]
-        count = len(self._incoming)
-        self._received = {group[0].value: each for group, each in zip(self._incoming, values[:count], strict=True)}
-        self._features = list(values[count:])
+        self._received = {group[0].value: each for group, each in zip(self._incoming, values, strict=False)}
+        self._features = list(values[len(self._incoming) :])
         for module, key, parameter in self._omitted:
             vars(module)[key] = self.zeros(parameter)
 
@@ -156,9 +156,8 @@ class _Flow:
     def exchange_features(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Let a decoder add the received features of images; keep those that later stages add."""
         if found := self._features:
-            absent = [found[0].new_zeros(())] * self.own.start
             kwargs["visual_pos_masks"] = torch.ones((), dtype=torch.bool, device=found[0].device)
-            kwargs["deepstack_visual_embeds"] = [*absent, *found]
+            kwargs["deepstack_visual_embeds"] = [*[found[0].new_zeros(())] * self.own.start, *found]
             self._features = found[len(self.own) :]
         elif found := kwargs.get("deepstack_visual_embeds"):
             is_image = kwargs["visual_pos_masks"][..., None]
@@ -171,10 +170,9 @@ class _Flow:
     def replace(self, index: int, call: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the arguments of a block's call, with what was received."""
         self._expected.discard(index)
-        for group in self._incoming:
-            for each in group:
-                if each.block == index:
-                    call = _with(call, each.path, self._received[each.value])
+        for each in chain.from_iterable(self._incoming):
+            if each.block == index:
+                call = _with(call, each.path, self._received[each.value])
         return call
 
     def take(self, index: int, call: tuple[Any, Any]) -> None:

@@ -28,7 +28,8 @@ class FolderDtypes:
     def read(cls, folder: Path) -> Self:
         """Read the dtypes from the headers of the files; the main dtype is that in config.json, or the most common."""
         stored = ModelFolder.open(folder).tensors
-        dtypes = {name: info.dtype for name, info in stored.items() if _is_dense(info.dtype)}
+        dtypes = {name: info.dtype for name, info in stored.items()}
+        dtypes = {name: each for name, each in dtypes.items() if each.is_floating_point and each.itemsize > 1}
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name = config.get("dtype") or config.get("torch_dtype")
         common = Counter(dtypes.values()).most_common(1)
@@ -38,7 +39,3 @@ class FolderDtypes:
     def of(self, name: str) -> torch.dtype:
         """Return the dtype in which to export a floating-point tensor."""
         return self.tensors.get(name, self.main)
-
-
-def _is_dense(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1

@@ -212,8 +212,8 @@ def run_rank(
         rank=ctx.rank,
         stages=tuple(stages),
         parameter_bytes=counted(parameter_bytes),
-        num_parameters=counted(_num_parameters),
-        num_trainable=counted(_num_trainable),
+        num_parameters=counted(lambda model: _num_elements(model.parameters())),
+        num_trainable=counted(lambda model: _num_elements(each for each in model.parameters() if each.requires_grad)),
         dtype=_main_dtype(pipeline.model),
         is_compiled=any(module._compiled_call_impl is not None for module in pipeline.model.modules()),
         gradient_bytes=gradients,
@@ -282,12 +282,8 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(_local_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _num_parameters(model: nn.Module) -> int:
-    return sum(local_tensor(each).numel() for each in model.parameters())
-
-
-def _num_trainable(model: nn.Module) -> int:
-    return sum(local_tensor(each).numel() for each in model.parameters() if each.requires_grad)
+def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(local_tensor(each).numel() for each in parameters)
 
 
 def _main_dtype(model: nn.Module) -> torch.dtype:
