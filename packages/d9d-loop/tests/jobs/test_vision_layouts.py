@@ -255,7 +255,7 @@ def _mutant(name: str) -> Generator[None]:
         following = batch["input_ids"].roll(-1, 1)
         if name == "image tokens in the loss":
             return {**batch, "labels": following.where(batch["mm_token_type_ids"].roll(-1, 1) == 1, batch["labels"])}
-        return {**batch, "image_scale": batch["image_scale"] / 2} if name == "normalized twice" else batch
+        return {**batch, "pixel_values": 2 * batch["pixel_values"] - 1} if name == "normalized twice" else batch
 
     def splits(*args: Any) -> Any:
         found = split(*args)
