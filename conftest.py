@@ -17,6 +17,7 @@ from itertools import count
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 import pytest
@@ -30,6 +31,10 @@ if sys.dont_write_bytecode:  # else each process of each test compiles torch and
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
     os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=sys.pycache_prefix)
+
+# filelock calls a function of Python at each event of the interpreter's audit, to find forks while it opens a lock.
+with mock.patch.object(sys, "addaudithook"), suppress(ImportError):
+    importlib.import_module("filelock")
 
 # After the lines above, so that the bytecode of hypothesis is cached too.
 from forked_workers import fork_workers

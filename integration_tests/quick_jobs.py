@@ -43,7 +43,7 @@ def start_quickly() -> None:
     digests, of_tests = code_digest.source_digests, frozenset(sys.modules)
 
     def digests_of_other_modules(weights: Path | None = None) -> dict[str, str]:
-        others = {name: module for name, module in sys.modules.items() if name not in of_tests}
+        others = {name: sys.modules[name] for name in sys.modules.keys() - of_tests}
         with mock.patch.object(code_digest, "sys", SimpleNamespace(modules=others)):
             return digests(weights)
 

@@ -61,6 +61,7 @@ def _train(layout: str, folder: Path) -> str:
     return output.getvalue()
 
 
+@pytest.mark.slow("tensor")
 @pytest.mark.parametrize("layout", ["ep=2,dp_shard=2", "tp=2", ""], ids=["experts", "tensor", "compiled"])
 def test_a_job_on_two_ranks_is_rehearsed_and_its_flops_are_known(layout: str, tmp_path: Path) -> None:
     printed = run_ranks(_train, layout, tmp_path, world_size=2)

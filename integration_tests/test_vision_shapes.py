@@ -28,8 +28,10 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.slow("mixture-pp=2,dp_shard=2,microbatch=1")
-@pytest.mark.sample("joint-tp=2", "cross-pp=2,tp=2,microbatch=2", "mixture-pp=2,dp_shard=2,microbatch=1")
+@pytest.mark.slow("cross-pp=2,tp=2,microbatch=2", "mixture-pp=2,dp_shard=2,microbatch=1")
+@pytest.mark.sample(
+    "joint-tp=2", "cross-pp=2,microbatch=2", "cross-pp=2,tp=2,microbatch=2", "mixture-pp=2,dp_shard=2,microbatch=1"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_layout_equals_one_process(shape: str, layout: str) -> None:

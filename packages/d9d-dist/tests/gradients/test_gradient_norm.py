@@ -85,6 +85,9 @@ def _layout(degrees: dict[str, int], norm_type: float) -> tuple[torch.Tensor, to
     "data_parallel_shard=2,tensor_parallel=2--3.0",
     "pipeline_parallel=2,data_parallel_shard=2--3.0",
     "pipeline_parallel=2,data_parallel_replicate=2--3.0",
+    "data_parallel_shard=4--inf",
+    "data_parallel_replicate=2,context_parallel_replicate=2--inf",
+    "pipeline_parallel=2,data_parallel_shard=2--inf",
 )
 def test_each_element_is_counted_once(degrees: dict[str, int], names: set[str], norm_type: float) -> None:
     num_stages = degrees.get("pipeline_parallel", 1)

@@ -94,7 +94,7 @@ def _of_all_pairs(formula: FlopFormula, batch: dict[str, Any]) -> float:
     return num_rows * length * formula.per_row + pairs + images
 
 
-@pytest.mark.slow("qwen3_vl_moe-lora")
+@pytest.mark.slow("qwen3_vl_moe-lora", "mistral3-all")
 @pytest.mark.sample("qwen3_vl-language", "qwen3_vl_moe-lora", "gemma3-tower", "mistral3-all", "qwen2_5_vl-all")
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("family", FAMILIES)

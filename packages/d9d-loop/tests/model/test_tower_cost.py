@@ -1,5 +1,6 @@
 """Stages of a model with a vision tower: the first one has fewer blocks, as many as the tower costs."""
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from d9d_loop.model import _tower_cost
 from d9d_loop.task import to_inputs
 
 NUM_BLOCKS = 10
+BATCH = {"global_size": 2, "microbatch_size": 1}
+SIZES = (2, 2)
+"""Numbers of samples of the two steps of `BATCH`."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +45,15 @@ def _plan(released: Path, family: str, **more: Any) -> JobPlan:
     return text_trainer(config).plan_for(Launch(world_size=2, device="cpu"))
 
 
-def _cost(released: Path, family: str, plan: JobPlan, *, passes: tuple[int, int]) -> float:
-    """Return the FLOPs of the tower in those of a block, from a forward with values."""
+@cache
+def _balanced(released: Path, family: str) -> JobPlan:
+    return _plan(released, family)
+
+
+@cache
+def _flops(released: Path, family: str) -> tuple[int, float]:
+    """Return the FLOPs of the tower and of a block, from a forward of the first microbatch with values."""
+    plan = _balanced(released, family)
     auto: Any = import_module("transformers").AutoModelForImageTextToText
     model = auto.from_pretrained(released / family).train()
     calls: list[Any] = []
@@ -57,29 +68,35 @@ def _cost(released: Path, family: str, plan: JobPlan, *, passes: tuple[int, int]
         function(*calls[0][0], **calls[0][1])
     with FlopCounterMode(display=False) as of_head:
         model.lm_head(model.get_input_embeddings()(inputs["input_ids"]))
-    of_block = (of_all.get_total_flops() - of_tower.get_total_flops() - of_head.get_total_flops()) / NUM_BLOCKS
-    return passes[0] * of_tower.get_total_flops() / (passes[1] * of_block)
+    tower = of_tower.get_total_flops()
+    return tower, (of_all.get_total_flops() - tower - of_head.get_total_flops()) / NUM_BLOCKS
+
+
+def _cost(released: Path, family: str, *, passes: tuple[int, int]) -> float:
+    """Return the FLOPs of the tower in those of a block."""
+    of_tower, of_block = _flops(released, family)
+    return passes[0] * of_tower / (passes[1] * of_block)
 
 
 @pytest.mark.slow("qwen2_5_vl")
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_the_first_stage_has_as_many_blocks_fewer_as_the_tower_costs(family: str, released: Path) -> None:
-    plan = _plan(released, family)
-    cost = round(_cost(released, family, plan, passes=(3, 3)))
+    plan = _balanced(released, family)
+    cost = round(_cost(released, family, passes=(3, 3)))
     assert 1 <= cost < NUM_BLOCKS - 1
     assert plan.model.provider.virtual_layers == cost
     names = [name for name, _ in plan.model.provider.build(StageInfo(0, 2)).named_parameters()]
     blocks = {name.split(".layers.")[1].split(".")[0] for name in names if "language_model.layers." in name}
     assert len(blocks) == (NUM_BLOCKS + cost + 1) // 2 - cost
     frozen = _plan(released, family, freeze=["vision_tower|visual|projector"])
-    assert frozen.model.provider.virtual_layers == round(_cost(released, family, plan, passes=(1, 3)))
+    assert frozen.model.provider.virtual_layers == round(_cost(released, family, passes=(1, 3)))
 
 
 def test_the_cost_is_in_the_share_of_a_block_that_a_rank_computes(released: Path) -> None:
     mesh = {"pipeline_parallel": 2, "tensor_parallel": 2}
     config = vision_config(released / "gemma3", released / "chats.jsonl", released, mesh=mesh)
     plan = text_trainer(config).plan_for(Launch(world_size=4, device="cpu"))
-    cost = _cost(released, "gemma3", plan, passes=(3, 3))
+    cost = _cost(released, "gemma3", passes=(3, 3))
     assert plan.model.provider.virtual_layers == round(2 * cost) > round(cost)
 
 
@@ -116,7 +133,7 @@ def test_gradients_of_inputs_reach_back_to_the_first_trained_parameter() -> None
 
 
 def _train(model: Path, file: Path, runs: Path) -> None:
-    config = vision_config(model, file, runs, mesh={"pipeline_parallel": 2})
+    config = vision_config(model, file, runs, mesh={"pipeline_parallel": 2}, batch=BATCH)
     auto: Any = import_module("transformers").AutoModelForImageTextToText
     built = hugging_face_model(model, auto, dtype=torch.float64)
     with wide_norms():
@@ -128,6 +145,6 @@ def _train(model: Path, file: Path, runs: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_balanced_stages_equal_a_plain_loop(family: str, released: Path, tmp_path: Path) -> None:
     """The features of images of Qwen3-VL are also added behind the first block: it stays on the first stage."""
-    losses, parameters = plain_training(released / family, released / "chats.jsonl", CHATS)
+    losses, parameters = plain_training(released / family, released / "chats.jsonl", CHATS, sizes=SIZES)
     run_ranks(_train, released / family, released / "chats.jsonl", tmp_path, world_size=2)
     assert_trained(tmp_path / "vision", losses, parameters)

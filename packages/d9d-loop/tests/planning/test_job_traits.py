@@ -102,6 +102,12 @@ def _plan(folder: Path, provider: Provider, *, search: bool = False, **sections:
     return plan_cluster(trainer, world_size=4, hardware="h100-dgx", search=search)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ClusterPlan:
+    return _plan(tmp_path_factory.mktemp("plain"), Provider())
+
+
+@pytest.mark.slow("selective-1", "full-1", "full-2")
 @pytest.mark.parametrize(
     ("policy", "every"), [("none", 1), ("selective", 1), ("selective", 2), ("full", 1), ("full", 2), ("full", 3)]
 )
@@ -120,8 +126,8 @@ def test_compiled_layers_and_models_have_compiled_pointwise_operators(tmp_path: 
     assert [plan.layout.pointwise for plan in plans] == ["eager", "compiled", "compiled"]
 
 
-def test_bytes_per_parameter_depend_on_optimizer_and_precision(tmp_path: Path) -> None:
-    adam = _plan(tmp_path, Provider()).layout
+def test_bytes_per_parameter_depend_on_optimizer_and_precision(plain: ClusterPlan, tmp_path: Path) -> None:
+    adam = plain.layout
     sgd = _plan(
         tmp_path, Provider(), precision="parameters", optimizer={"kind": "sgd", "learning_rate": 1, "weight_decay": 0}
     )
@@ -134,9 +140,9 @@ def test_bytes_per_parameter_depend_on_optimizer_and_precision(tmp_path: Path) -
 
 
 def test_adapters_do_not_change_the_decoder_shape_and_frozen_parameters_are_listed_as_not_modeled(
-    tmp_path: Path,
+    plain: ClusterPlan, tmp_path: Path
 ) -> None:
-    plain, adapted = _plan(tmp_path, Provider()), _plan(tmp_path, Provider(rank=16))
+    adapted = _plan(tmp_path, Provider(rank=16))
     assert plain.timed.not_modeled == ()
     assert adapted.timed.shape == plain.timed.shape
     assert adapted.timed.shape.intermediate_size == INNER
@@ -157,6 +163,5 @@ def test_layers_without_attention_have_exact_memory_but_no_step_time(tmp_path: P
         _plan(tmp_path, Provider(linear_layers=2), search=True)
 
 
-def test_the_logits_of_the_whole_microbatch_are_counted(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, Provider())
-    assert plan.timed.scale.logit_tokens == plan.layout.tokens_per_microbatch
+def test_the_logits_of_the_whole_microbatch_are_counted(plain: ClusterPlan) -> None:
+    assert plain.timed.scale.logit_tokens == plain.layout.tokens_per_microbatch
