@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from pydantic import JsonValue
@@ -106,7 +105,6 @@ def _hide(found: re.Match[str]) -> str:
     return f"{found['name'] or ''}{REDACTED}"
 
 
-@lru_cache(4096)
 def _names_secret(name: str) -> bool:
     words = "_".join(filter(None, _WORD.split(name))).lower()
     return _SECRET_NAME.search(words) is not None and _TEXT_TOKEN.search(words) is None
