@@ -18,6 +18,13 @@ def ctx() -> Iterator[DistributedContext]:
 
 
 @pytest.fixture
+def trl_without_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests import trl without wandb, which takes most of the time of its import."""
+    if "wandb" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+
+
+@pytest.fixture
 def rehearses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let jobs that a test starts in this process be rehearsed; see `quick_jobs.py`."""
     monkeypatch.setitem(vars(request.module), "REHEARSES", True)

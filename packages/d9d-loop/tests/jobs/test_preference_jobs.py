@@ -21,6 +21,8 @@ from d9d_loop.jobs.text_pairs import pair_rows
 from d9d_loop.jobs.text_tasks import NextToken
 from d9d_metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("trl_without_wandb")
+
 pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {

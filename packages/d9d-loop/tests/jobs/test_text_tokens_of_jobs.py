@@ -15,6 +15,8 @@ from d9d_loop.data.__main__ import main
 from d9d_loop.jobs import TextJobConfig, text_trainer
 from d9d_loop.jobs.text_data import chat_rows, labeled_rows, text_windows
 
+pytestmark = pytest.mark.usefixtures("trl_without_wandb")
+
 SPECIAL = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

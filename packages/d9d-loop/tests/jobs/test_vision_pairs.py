@@ -20,6 +20,8 @@ from d9d_loop.jobs.vision_data import for_images
 from d9d_loop.losses import PreferenceLoss
 from d9d_metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("trl_without_wandb")
+
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
     "replicas": {"data_parallel_replicate": 2},

@@ -6,6 +6,8 @@ from torch.testing import assert_close
 from d9d_dist import UserError
 from d9d_loop.losses import DistillationLoss
 
+pytestmark = pytest.mark.usefixtures("trl_without_wandb")
+
 
 def _log_probs(k: int = 9) -> torch.Tensor:
     return torch.randn(2, 5, k, dtype=torch.float64).log_softmax(-1)

@@ -12,6 +12,8 @@ from d9d_dist import UserError
 from d9d_loop.losses import Average, PolicyLoss, kl_divergence, truncated_importance
 from d9d_loop.losses.policy import ImportanceLevel
 
+pytestmark = pytest.mark.usefixtures("trl_without_wandb")
+
 
 class Sampled:
     """Packed answers with all arguments of a policy loss."""

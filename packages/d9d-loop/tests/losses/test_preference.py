@@ -13,6 +13,8 @@ from d9d_dist import ContextSplit, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.losses import PreferenceLoss, RewardLoss
 
+pytestmark = pytest.mark.usefixtures("trl_without_wandb")
+
 
 def _mean(loss: PreferenceLoss, rows: Rows, policy: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
     found = loss(policy, reference_log_probs_BL=reference, mask_BL=rows.mask, document_ids_BL=rows.document_ids)
