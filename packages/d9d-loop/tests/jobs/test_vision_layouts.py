@@ -60,6 +60,9 @@ EXPERTS: dict[str, dict[str, int]] = {
     "tensor": {"tensor_parallel": 2},
     "context": {"context_parallel_shard": 2},
     "context x fsdp": {"context_parallel_shard": 2, "data_parallel_shard": 2},
+    "pipeline x fsdp": {"pipeline_parallel": 2, "data_parallel_shard": 2},
+    "pipeline x tensor": {"pipeline_parallel": 2, "tensor_parallel": 2},
+    "context x pipeline": {"context_parallel_shard": 2, "pipeline_parallel": 2},
 }
 """Meshes whose experts are sharded over two ranks."""
 

@@ -46,6 +46,13 @@ MESHES: dict[str, dict[str, int]] = {
     "context": {"context_parallel_shard": 2},
     "context x fsdp": {"context_parallel_shard": 2, "data_parallel_shard": 2},
 }
+EXPERTS: dict[str, dict[str, int]] = {
+    "fsdp": {"data_parallel_shard": 2},
+    "pipeline x fsdp": {"pipeline_parallel": 2, "data_parallel_shard": 2},
+    "pipeline x tensor": {"pipeline_parallel": 2, "tensor_parallel": 2},
+    "context x pipeline": {"context_parallel_shard": 2, "pipeline_parallel": 2},
+}
+"""Meshes whose experts are sharded over two ranks."""
 LENGTHS = {"gemma3": 110}
 """Row lengths that give three or four rows of the chats: two steps."""
 
@@ -101,6 +108,20 @@ def test_losses_and_parameters_equal_those_of_one_sample_at_a_time(
         _train(*arguments)
     else:
         run_ranks(_train, *arguments, world_size=prod(MESHES[mesh].values()))
+    assert_trained(tmp_path / "vision", losses, parameters, family=family)
+
+
+@pytest.mark.sample("pipeline x fsdp-qwen3_vl_moe")
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "glm4v_moe"])
+@pytest.mark.parametrize("mesh", EXPERTS)
+def test_losses_and_parameters_of_sharded_experts_equal_those_of_one_sample_at_a_time(
+    mesh: str, family: str, released: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("d9d_moe")
+    losses, parameters = _plain(released, family)
+    degrees = {**EXPERTS[mesh], "expert_parallel": 2}
+    arguments = (released["root"] / family, released["file"], tmp_path, degrees)
+    run_ranks(_train, *arguments, world_size=prod(EXPERTS[mesh].values()))
     assert_trained(tmp_path / "vision", losses, parameters, family=family)
 
 
