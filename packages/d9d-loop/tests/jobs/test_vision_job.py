@@ -8,7 +8,7 @@ from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -339,6 +339,62 @@ def test_a_new_model_is_an_error(tmp_path: Path) -> None:
     values = vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path).model_dump(exclude_unset=True)
     with pytest.raises(ValidationError, match=r"job = vision needs model\.folder"):
         TextJobConfig.model_validate({**values, "model": {"family": "qwen2_5_vl"}})
+
+
+@final
+class _Wrapped:
+    """Dataset of a user that passes samples on."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+
+@pytest.mark.parametrize("change", ["pixels", "processor", "template", "nothing"])
+def test_a_wrapper_of_samples_has_the_identity_of_their_images(change: str, model: Path, tmp_path: Path) -> None:
+    folder, file = tmp_path / "model", save_chats(tmp_path / "data", CHATS)
+    copytree(model, folder)
+    before = identity_of(_Wrapped(image_chats(vision_config(folder, file, tmp_path)).samples))
+    picture = file.parent / "images" / "0.png"
+    match change:
+        case "pixels":
+            pillow: Any = import_module("PIL.Image")
+            pillow.open(picture).rotate(180).save(picture)  # of the same size
+        case "processor":
+            path = folder / "processor_config.json"
+            path.write_text(path.read_text().replace('"do_rescale": true', '"do_rescale": false'))
+        case "template":
+            path = folder / "chat_template.jinja"
+            path.write_text(path.read_text().replace("<|end|>", "<|end|><|end|>"))
+        case _:
+            copytree(file.parent, tmp_path / "moved")
+            file = tmp_path / "moved" / file.name
+    after = identity_of(_Wrapped(image_chats(vision_config(folder, file, tmp_path)).samples))
+    assert (after == before) == (change == "nothing")
+
+
+def test_an_image_that_disappears_is_named_with_its_sample_once(model: Path, tmp_path: Path) -> None:
+    file = save_chats(tmp_path, CHATS)
+    samples = image_chats(vision_config(model, file, tmp_path)).samples
+    (tmp_path / "images" / "0.png").unlink()
+    with pytest.raises(UserError, match=r"^\S*chats\.jsonl, line 1: the image .*0\.png does not exist"):
+        samples[0]
+
+
+def test_a_sample_that_is_no_conversation_is_not_dropped_as_a_broken_image(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d9d_loop.jobs.vision_data._NUM_CHECKED", 1)
+    file = save_chats(tmp_path, [*CHATS, chat([{"type": "audio"}], "a")])
+    data = {"files": [file], "length": 160, "broken_images": "drop"}
+    samples = image_chats(vision_config(model, file, tmp_path, dataset=data)).samples
+    with pytest.raises(UserError, match=r"^\S*chats\.jsonl, line 9: message 0 has a part of the type audio"):
+        samples[8]
 
 
 def test_a_processor_that_needs_a_missing_package_names_only_the_package(

@@ -31,7 +31,7 @@ _BLOCK, _NUM_BLOCKS = 1 << 16, 256
 
 @runtime_checkable
 class HasContentsDigest(Protocol):
-    """Dataset that knows a digest of its contents, such as one of files."""
+    """Dataset, or dataclass in a sample, that knows a digest of its contents, such as one of files."""
 
     def contents_digest(self) -> JsonValue:
         """Return a JSON value that differs if the contents do."""
@@ -138,7 +138,7 @@ def _read(read: Callable[[Any], Any], entry: Any, position: int) -> Any:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of a sample: a pytree of tensors, arrays, texts, bytes and numbers.
+    """Return a digest of a sample: a pytree of tensors, arrays, texts, bytes, numbers and dataclasses.
 
     Only the types of other objects are compared.
     """
@@ -159,7 +159,8 @@ def _parts(value: Any) -> Iterator[bytes]:
             for each in value:
                 yield from _parts(each)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            yield from _parts({field.name: getattr(value, field.name) for field in fields(value)})
+            named = {field.name: getattr(value, field.name) for field in fields(value)}
+            yield from _parts(value.contents_digest() if isinstance(value, HasContentsDigest) else named)
         case Tensor():
             yield from _parts_of_tensor(value)
         case bytes() | bytearray():

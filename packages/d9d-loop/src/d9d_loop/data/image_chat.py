@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, final
 
 from d9d_dist import UserError
+from d9d_loop.data.contents import digest_of
 from d9d_loop.data.conversation import Conversation, Message, read_conversation, read_pair, with_parts
 
 ImageSource: TypeAlias = Any
@@ -91,6 +92,27 @@ def _with_images(conversation: Conversation, given: list[Any]) -> ImageChat:
     return ImageChat(replace(conversation, messages=messages), [_source(image) for image in images])
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredImage:
+    """Image of a sample that is not decoded yet."""
+
+    source: ImageSource
+    folder: Path
+
+    def __call__(self) -> Any:
+        """Decode the image, see `decode_image`."""
+        return decode_image(self.source, self.folder)
+
+    def contents_digest(self) -> str:
+        """Return the digest of its size and pixels, or of the error, which is raised where the image is used."""
+        try:
+            image = self()
+        except UserError as error:
+            return type(error).__name__
+        return digest_of([image.size, image])
+
+
 def decode_image(source: ImageSource, folder: Path) -> Any:
     """Decode an image to RGB, with the orientation that it stores. Paths are relative to `folder`. Requires Pillow.
 
@@ -157,11 +179,9 @@ def check_image(source: ImageSource, folder: Path) -> str:
 
 
 def _given_images(sample: Mapping[str, Any]) -> list[Any]:
-    given = sample.get("images")
-    if given is None and (single := sample.get("image")) is not None:
-        given = [single]
+    given, single = sample.get("images"), sample.get("image")
     if given is None:
-        return []
+        return [] if single is None else [single]
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise UserError(f"a sample has images of the type {type(given).__name__}; expected a list. Use the key image.")
     return list(given)

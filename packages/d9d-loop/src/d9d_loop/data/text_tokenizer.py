@@ -74,8 +74,8 @@ class TextTokenizer:
             normalize_tokenizer(backend)
         self._splits_special = bool(getattr(auto, "split_special_tokens", False))
         self.special_tokens: dict[str, str] = dict(special or {}) if auto is None else dict(auto.special_tokens_map)
-        names = ("bos_token", "eos_token", "pad_token")
-        self.bos_id, self.eos_id, self.pad_id = (self._id_of(self.special_tokens.get(name)) for name in names)
+        named = (self.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token"))
+        self.bos_id, self.eos_id, self.pad_id = (None if each is None else self.token_id(each) for each in named)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -94,9 +94,6 @@ class TextTokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary does not have it."""
         return self.vocabulary().get(token) if self._backend is None else self._backend.token_to_id(token)
-
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self.token_id(token)
 
     @property
     def end_id(self) -> int | None:

@@ -40,14 +40,16 @@ class ImageRow:
     Attributes:
         text: Text with one placeholder for each image.
         spans: Characters of `text` that contribute to the loss.
-        images: Functions that decode its images; or the images, or their sizes.
+        images: Its images, each a `StoredImage`; or decoded, or their sizes.
         place: Function that returns the file and position of the sample.
+        settings: Digest of the tokenizer and the processor, a part of the identity of the data.
     """
 
     text: str
     spans: Sequence[Span]
     images: list[Any]
     place: Any = None
+    settings: str = ""
 
 
 @final

@@ -3,25 +3,24 @@
 B: samples, L: padded length, P: pairs, R: rows.
 """
 
-import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 from pydantic import JsonValue
 
 from d9d_dist import UserError
 from d9d_loop.config.config_source import validate_config
 from d9d_loop.data import ChatTokenizer, DatasetProvider
-from d9d_loop.data.contents import contents_of, sampled_digest
+from d9d_loop.data.contents import contents_of, digest_of, sampled_digest
 from d9d_loop.data.image_chat import (
     ImageChat,
     ImageSource,
+    StoredImage,
     check_image,
-    decode_image,
     has_images,
     image_size,
     image_stamp,
@@ -120,9 +119,8 @@ def _chats(
             check_family(config, f"mesh.{axis}")
     processor = read_processor(config.model.tokenizer or config.model.folder)
     tokenizer, data = chat_tokenizer(config), config.dataset
-    read: Read = _read_one if num_each == 1 else read_image_pair
-    wrap = partial(ImageChats, read=read, tokenizer=tokenizer, processor=processor, broken=data.broken_images)
-    training, evaluation = samples_of(config, wrap=wrap)
+    options = {"tokenizer": tokenizer, "processor": processor, "broken": data.broken_images}
+    training, evaluation = samples_of(config, wrap=partial(ImageChats, are_pairs=num_each == 2, **options))
     note_template(config, tokenizer, note)
     scale = byte_scale(processor) if in_bytes else None
     collate = ImageCollator(processor, tokenizer, data, num_each=num_each, packer=packer, scale=scale)
@@ -137,31 +135,21 @@ def _skipped(what: str, data: TextDataConfig) -> UserError:
     )
 
 
-Read: TypeAlias = Callable[[Mapping[str, Any]], Sequence[ImageChat]]
-"""Function that returns the conversations of a sample: one, or both of a pair."""
-
-
-def _read_one(sample: Mapping[str, Any]) -> Sequence[ImageChat]:
-    return (read_image_chat(sample),)
-
-
 @final
 class ImageChats:
-    """Samples of files as one `ImageRow` for each conversation; `read_image` returns a function that decodes one."""
+    """Samples of files, or pairs, as one `ImageRow` for each conversation, with images that are not decoded."""
 
     def __init__(
-        self, samples: DataFiles, *, read: Read, tokenizer: ChatTokenizer, processor: Any, broken: OnBroken
+        self, samples: DataFiles, *, are_pairs: bool, tokenizer: ChatTokenizer, processor: Any, broken: OnBroken
     ) -> None:
-        self._samples, self._read, self._tokenizer = samples, read, tokenizer
+        self._samples, self._are_pairs, self._tokenizer = samples, are_pairs, tokenizer
         self._mark: str = processor.image_token
-        self._settings: str = processor.to_json_string()
+        self._settings = digest_of([tokenizer.identity(), processor.to_json_string()])
         self._broken = broken
-        self.read_image: Callable[[ImageSource, Path], Any] = partial(partial, decode_image)
         num_bytes = 0
         for index in range(min(len(samples), _NUM_CHECKED)):
-            num_bytes += sum(
-                len(each) for chat in self._chats(index) for each in chat.images if isinstance(each, bytes)
-            )
+            images = chain.from_iterable(chat.images for chat in self._chats(index))
+            num_bytes += sum(len(each) for each in images if isinstance(each, bytes))
             if num_bytes > _BYTES_CHECKED:
                 break
 
@@ -169,7 +157,7 @@ class ImageChats:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sequence[ImageRow] | None:
-        return self._rows(index, self.read_image)
+        return self._rows(index, StoredImage)
 
     def sized(self, index: int) -> Sequence[ImageRow] | None:
         """Return a sample with the sizes of its images instead of their pixels."""
@@ -177,12 +165,9 @@ class ImageChats:
 
     def stamp(self, index: int) -> str:
         """Return a text that differs if the sample or one of its images does; files by size and time."""
-        folder = self._folder(index)
+        chats, folder = self._chats(index), self._folder(index)
         return str(
-            [
-                (each.conversation.to_json(), [image_stamp(source, folder) for source in each.images])
-                for each in self._chats(index)
-            ]
+            [(chat.conversation.to_json(), [image_stamp(each, folder) for each in chat.images]) for chat in chats]
         )
 
     def _rows(self, index: int, read: Callable[[ImageSource, Path], Any]) -> Sequence[ImageRow] | None:
@@ -206,18 +191,17 @@ class ImageChats:
                 f"its text has {count} placeholders {self._mark!r} for {len(images)} images; expected one for each "
                 f"image. Remove {self._mark!r} from the texts, or correct the chat template."
             )
-        return ImageRow(found.text, found.spans, images, partial(self._samples.place, index))
+        return ImageRow(found.text, found.spans, images, partial(self._samples.place, index), self._settings)
 
     def contents_digest(self) -> JsonValue:
-        """Return tokenizer, processor, the contents of the files, and the digest of some samples with their images."""
-        decoded = copy.copy(self)
-        decoded.read_image = decode_image
-        return [self._tokenizer.identity(), self._settings, contents_of(self._samples), sampled_digest(decoded)]
+        """Return the contents of the files, and the digest of some samples with their images."""
+        return [contents_of(self._samples), sampled_digest(self)]
 
     def _chats(self, index: int) -> Sequence[ImageChat]:
         """Return the conversations of a sample; images that are files exist, unless broken ones are dropped."""
         try:
-            chats = self._read(self._samples[index])
+            sample = self._samples[index]
+            chats = read_image_pair(sample) if self._are_pairs else (read_image_chat(sample),)
             for each in chats[0].images if self._broken == "refuse" else ():
                 check_image(each, self._folder(index))
         except UserError as error:

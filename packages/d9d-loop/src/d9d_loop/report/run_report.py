@@ -59,8 +59,9 @@ def _summary(runs: Sequence[RunFolder]) -> str:
     """Return a table of the last step and the last value of each metric."""
     rows = [["step", *(str(max((curve[-1][0] for curve in run.curves.values()), default=0)) for run in runs)]]
     for name in _names(runs):
-        curves = (run.curves.get(name) for run in runs)
-        rows.append([_key(name), *("" if curve is None else _number(curve[-1][1]) for curve in curves)])
+        last = (run.curves[name][-1][1] if name in run.curves else None for run in runs)
+        texts = ("" if each is None else f"{each:.5g}" if abs(each) < 1e5 else f"{each:,.0f}" for each in last)
+        rows.append([_key(name), *texts])
     return "<h2>Last values</h2>" + _table(rows, ["", *(escape(run.name) for run in runs)], kind=' class="number"')
 
 
@@ -154,10 +155,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for name, value in values.items():
         flat += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [(f"{prefix}{name}", value)]
     return flat
-
-
-def _number(value: float) -> str:
-    return f"{value:.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
 
 
 def _text(value: Any) -> str:
