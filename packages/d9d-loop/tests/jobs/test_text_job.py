@@ -845,3 +845,16 @@ def test_a_function_of_all_predictions_is_named_in_the_file(
         assert found["labels"] > 8
     with pytest.raises(UserError, match=f"compute_metrics = 'figures_{job}:rihgt': no rihgt in .*did you mean right"):
         text_trainer(_config(folder, tmp_path, job, compute_metrics=f"figures_{job}:rihgt"))
+
+
+def test_logits_are_computed_at_labels_if_the_model_takes_positions_of_each_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def takes_positions() -> bool:
+        config = _config(folder, tmp_path, "sft", dataset={"files": [folder / "chats.jsonl"], "packing": False})
+        task: Any = text_trainer(config).plan_for(read_launch()).task
+        return task.label_logits
+
+    assert takes_positions()
+    monkeypatch.delattr("transformers.modeling_utils.slice_logits_to_keep")
+    assert not takes_positions()

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d9d_loop.jobs.text_tasks import Embed, Pooling
+from d9d_loop.jobs.text_tasks import POSITIONS, Embed, NextToken, Pooling, Prefer, label_positions
+from d9d_loop.losses import PreferenceLoss
 from d9d_metrics import WeightedMean
 
 GROUPS, PAIRS, NEGATIVES, LENGTH, WIDTH = 3, 4, 2, 5, 8
@@ -54,3 +55,46 @@ def test_loss_and_accuracy_equal_a_loop_over_texts(pooling: Pooling) -> None:
     accuracy = WeightedMean()
     task.update_metrics({"accuracy": accuracy}, outputs=outputs, batch=batch, loss=loss)
     assert accuracy.compute() == pytest.approx(num_right / (GROUPS * PAIRS))
+
+
+LABELS = torch.tensor([[-100, 3, -100, 1], [-100] * 4, [2, -100, -100, -100], [-100, 0, 4, -100]])
+"""Labels of rows with two labels, none, one, and two."""
+
+
+def test_positions_are_those_of_labels_and_of_as_many_others_as_a_row_needs() -> None:
+    assert label_positions(LABELS).tolist() == [[1, 3], [0, 1], [0, 1], [1, 2]]
+    assert label_positions(LABELS[1:2]).tolist() == [[0]]
+    assert label_positions(LABELS.unflatten(0, (2, 2)), 9).tolist() == [[[0, 1, 2, 3]] * 2] * 2
+
+
+def _outputs(task: Any, batch: dict[str, Tensor], logits: Tensor) -> Any:
+    """Return the outputs of a model of `transformers` that computes the logits of all positions, or of given ones."""
+    kept = task.inputs(batch).get("logits_to_keep")
+    logits = logits if kept is None else logits.take_along_dim(kept[..., None], dim=1)
+    return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize("kind", ["next token", "pairs"])
+def test_losses_gradients_and_values_of_labels_equal_those_of_all_logits(kind: str) -> None:
+    logits = torch.randn(4, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    labels = LABELS if kind == "next token" else LABELS.unflatten(0, (2, 2))
+    batch = {"input_ids": labels.clamp(min=0), "labels": labels, POSITIONS: label_positions(labels)}
+    found: list[list[Tensor]] = []
+    for label_logits in (False, True):
+        task: Any = (
+            NextToken() if kind == "next token" else Prefer(PreferenceLoss(length_normalized=True), has_reference=False)
+        )
+        task.label_logits = label_logits
+        outputs = _outputs(task, batch, logits)
+        assert outputs.logits.shape[1] == (2 if label_logits else 4)
+        loss = task.loss(outputs, batch)
+        values = [loss.total.detach(), torch.as_tensor(loss.weight), *torch.autograd.grad(loss.total, logits)]
+        if kind == "next token":
+            values += [*task.predictions(outputs, batch).values(), *task.scores(outputs, batch).values()]
+        else:
+            values += task.reference_values(outputs, batch).values()
+        found.append([each.detach() for each in values])
+    for whole, of_labels in zip(*found, strict=True):
+        assert whole.shape == of_labels.shape
+        assert whole.abs().sum() > 0
+        torch.testing.assert_close(of_labels, whole, rtol=1e-14, atol=1e-15)

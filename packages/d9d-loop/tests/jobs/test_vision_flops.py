@@ -26,7 +26,8 @@ from d9d_metrics import read_metrics
 
 REHEARSES = True  # see quick_jobs.py
 
-TASK = NextToken()
+TASK, OF_LABELS = NextToken(), NextToken()
+OF_LABELS.label_logits = True
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +81,10 @@ def _model(released: Path, family: str, **options: Any) -> nn.Module:
     return auto.from_pretrained(folder, attn_implementation="eager", **options).train()
 
 
-def _counted(model: nn.Module, batch: dict[str, Any]) -> int:
+def _counted(model: nn.Module, batch: dict[str, Any], task: NextToken = TASK) -> int:
     """Return the FLOPs of forward and backward by torch's counter: attention of all pairs of positions."""
     with FlopCounterMode(display=False) as counter:
-        TASK.loss(model(**TASK.inputs(batch)), batch).total.backward()
+        task.loss(model(**task.inputs(batch)), batch).total.backward()
     return counter.get_total_flops()
 
 
@@ -122,6 +123,32 @@ def test_flops_equal_those_of_torch_for_other_images(family: str, trained: str, 
     if trained != "tower":  # samples without images
         texts = {name: batches[-1][name][:1] for name in ("input_ids", "attention_mask", "labels")}
         assert _of_all_pairs(formula, texts) == pytest.approx(_counted(model, texts), rel=1e-12)
+
+
+@pytest.mark.parametrize("trained", ["all", "tower", "lora"])
+def test_flops_of_logits_at_labels_equal_those_of_torch(trained: str, released: Path) -> None:
+    model, for_meta = _model(released, "qwen2_5_vl"), _model(released, "qwen2_5_vl")
+    TRAINED[trained](model)
+    TRAINED[trained](for_meta)
+    data = image_chats(vision_config(released / "qwen2_5_vl", released / "chats.jsonl", released))
+    batches = [data.collate([data.samples[index]]) for index in (0, 4, 3)]
+    formula, _ = measure_flops(meta_copy(for_meta), OF_LABELS, batches[0])
+    assert FlopFormula.from_json(formula.to_json()) == formula
+    assert measure_flops(meta_copy(for_meta), TASK, batches[0])[0].per_label == 0.0
+    for batch in batches:
+        num_labels = int((batch["labels"] != -100).sum())
+        assert 0 < num_labels < batch["labels"].numel()
+        expected = _of_all_pairs(formula, batch) + num_labels * formula.per_label
+        assert expected == pytest.approx(_counted(model, batch, OF_LABELS), rel=1e-12)
+        assert expected < _counted(model, batch)
+        meter = FlopMeter(formula, OF_LABELS)
+        meter.add(to_inputs(OF_LABELS.inputs(batch)), batch)
+        assert formula.images is not None
+        images = float(formula.images.of(TASK.inputs(batch)))
+        lengths = batch["attention_mask"].sum(1).tolist()
+        assert float(meter.take()) == pytest.approx(
+            formula.of_lengths(lengths) + images + num_labels * formula.per_label
+        )
 
 
 def test_images_that_were_not_measured_are_not_counted_as_nothing(released: Path) -> None:
@@ -174,10 +201,10 @@ def test_a_job_reports_the_flops_of_its_images(mesh: dict[str, int], released: P
     found = run_ranks(_reported, *arguments, world_size=2)[0] if mesh else _reported(*arguments)
     data = image_chats(vision_config(released / "qwen2_5_vl", released / "chats.jsonl", released))
     batches = [data.collate([data.samples[index]]) for index in range(len(CHATS))]
-    formula, _ = measure_flops(meta_copy(model), TASK, batches[0])
-    meter, expected = FlopMeter(formula, TASK), []
+    formula, _ = measure_flops(meta_copy(model), OF_LABELS, batches[0])
+    meter, expected = FlopMeter(formula, OF_LABELS), []
     for step in (batches[:4], batches[4:]):
         for batch in step:
-            meter.add(to_inputs(TASK.inputs(batch)), batch)
+            meter.add(to_inputs(OF_LABELS.inputs(batch)), batch)
         expected.append(float(meter.take()) / 2)
     assert found == pytest.approx(expected, rel=1e-12)

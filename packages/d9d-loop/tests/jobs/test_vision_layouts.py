@@ -6,6 +6,7 @@ from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from vision_cases import (
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Trainer, hugging_face_model
-from d9d_loop.jobs.text_tasks import NextToken
+from d9d_loop.jobs.text_tasks import POSITIONS, NextToken
 from d9d_loop.jobs.vision_collator import ImageCollator
 from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.model._context_trace import trace_context
@@ -86,9 +87,13 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], more: Any 
     options: dict[str, Any] = {"dtype": torch.float64}
     options |= EAGER if "moe" in model.name else {}
     config = vision_config(model, file, runs, mesh=mesh, **(more or {}))
-    built = hugging_face_model(model, transformers.AutoModelForImageTextToText, **options)
+    built, task = (
+        hugging_face_model(model, transformers.AutoModelForImageTextToText, **options),
+        NextToken(counts_skipped=True),
+    )
+    task.label_logits = True
     with wide_norms():
-        Trainer(config, model=built, data=image_chats(config, print), task=NextToken(counts_skipped=True)).train()
+        Trainer(config, model=built, data=image_chats(config, print), task=task).train()
 
 
 @pytest.mark.slow("context-qwen3_vl")
@@ -235,6 +240,18 @@ def test_images_of_other_families_are_an_error_on_context_parallel_ranks(
         forward(input_ids=torch.zeros(1, 4), image_grid_thw=torch.ones(1, 3))
 
 
+def test_positions_of_logits_as_many_as_a_part_has_tokens_are_not_joined() -> None:
+    _, model = FAMILIES["qwen2_5_vl"]()
+    model.forward = lambda **inputs: inputs
+    split: Any = SimpleNamespace(
+        mesh=SimpleNamespace(size=lambda: 2), join=lambda value, dim, gradient: value.repeat(1, 2)
+    )
+    forward = _RowsForward(model, split, _Parts(split))
+    found = forward(input_ids=torch.zeros(1, 4), logits_to_keep=torch.arange(4)[None])
+    assert found["input_ids"].shape == (1, 8)
+    assert found["logits_to_keep"].tolist() == [[0, 1, 2, 3]]
+
+
 @contextmanager
 def _mutant(name: str) -> Generator[None]:
     """Apply a bug of the tower, of its features, or of the batch on a rank."""
@@ -258,6 +275,8 @@ def _mutant(name: str) -> Generator[None]:
         following = batch["input_ids"].roll(-1, 1)
         if name == "image tokens in the loss":
             return {**batch, "labels": following.where(batch["mm_token_type_ids"].roll(-1, 1) == 1, batch["labels"])}
+        if name == "a label has no logits":
+            return {**batch, POSITIONS: batch[POSITIONS][..., 1:]}
         return {**batch, "pixel_values": 2 * batch["pixel_values"] - 1} if name == "normalized twice" else batch
 
     def splits(*args: Any) -> Any:
@@ -288,7 +307,7 @@ def _train_mutant(name: str, *arguments: Any) -> None:
     [
         *("features in another order", "a rank skips the tower", "a gradient is summed twice"),
         *("a rank has no gradient", "image tokens in the loss", "normalized twice", "positions of other tokens"),
-        "features of another token enter later",
+        *("features of another token enter later", "a label has no logits"),
     ],
 )
 def test_a_mutant_is_found(name: str, released: dict[str, Any], tmp_path: Path) -> None:

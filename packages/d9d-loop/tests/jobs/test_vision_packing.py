@@ -90,9 +90,13 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> None:
 
     options: dict[str, Any] = {"dtype": torch.float64, **(EAGER if "moe" in model.name else {})}
     config = _config(model, file, runs, mesh=mesh)
-    built = hugging_face_model(model, transformers.AutoModelForImageTextToText, **options)
+    built, task = (
+        hugging_face_model(model, transformers.AutoModelForImageTextToText, **options),
+        NextToken(counts_skipped=True),
+    )
+    task.label_logits = True
     with wide_norms():
-        Trainer(config, model=built, data=packed_image_chats(config), task=NextToken(counts_skipped=True)).train()
+        Trainer(config, model=built, data=packed_image_chats(config), task=task).train()
 
 
 @pytest.mark.sample("one-qwen2_5_vl", "replicas-gemma3")

@@ -15,6 +15,7 @@ def test_values_of_a_batch_can_be_read() -> None:
         assert positions.to(x.device).tolist() == [3, 1]
         assert x[ids == 0].shape == (1, 3)
         assert x.masked_select((ids == 0)[..., None]).shape == (3,)
+        assert torch.take_along_dim(x, (ids == 0).long()[..., None], dim=1).shape == x.shape
         assert torch.zeros(2, device=x.device).is_meta
         assert torch.zeros(2, dtype=torch.int64, device=x.device).tolist() == [0, 0]
         (x * positions[:, None]).sum().backward()

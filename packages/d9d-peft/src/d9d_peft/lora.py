@@ -151,4 +151,4 @@ def _adapted_head(
 
 
 def _sum(y: Tensor, update: Tensor, low_rank: LowRank) -> Tensor:
-    return (y + low_rank.scaling * update).to(y.dtype)
+    return torch.add(y, update, alpha=low_rank.scaling).to(y.dtype)

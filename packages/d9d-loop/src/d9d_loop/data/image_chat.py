@@ -121,7 +121,11 @@ def decode_image(source: ImageSource, folder: Path) -> Any:
     """
     from PIL import ImageOps  # noqa: PLC0415 - an extra
 
-    return _read(source, folder, lambda found: ImageOps.exif_transpose(found).convert("RGB"))
+    def rgb(found: Any) -> Any:
+        turned = ImageOps.exif_transpose(found)  # a copy
+        return turned if turned.mode == "RGB" else turned.convert("RGB")
+
+    return _read(source, folder, rgb)
 
 
 def image_size(source: ImageSource, folder: Path) -> tuple[int, int]:

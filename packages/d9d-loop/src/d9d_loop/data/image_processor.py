@@ -3,6 +3,7 @@
 N: patches, C: channels, F: frames, P: pixels of a patch.
 """
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -74,6 +75,10 @@ class _Replacements:
         return texts, self.found
 
 
+BYTES_OF_ONE_FRAME = {"do_rescale": False, "do_normalize": False, "temporal_patch_size": 1}
+"""Options of a processor with which its patches are bytes of one frame."""
+
+
 def byte_scale(processor: Any) -> Tensor | None:
     """Return the mean and standard deviation [2, C, F] with which a processor normalizes the bytes of its patches.
 
@@ -87,18 +92,13 @@ def byte_scale(processor: Any) -> Tensor | None:
         of_channels = torch.tensor([made.image_mean, made.image_std]) * (1 / made.rescale_factor)
         scale = of_channels[..., None].repeat(1, 1, made.temporal_patch_size)
         noise = torch.randint(256, (96, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
-        images = [Image.fromarray(each) for each in (noise, noise[:64, :64])]
-        expected = made(images, return_tensors="pt")["pixel_values"]
-        found = made(images, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"]
-        is_equal = found.dtype == torch.uint8 and pixels_of(first_frames(found, scale), scale).equal(expected)
+        images = [[Image.fromarray(each)] for each in (noise, noise[:64, :64])]
+        convert = partial(processor, images, [processor.image_token] * 2, padding=True, return_tensors="pt")
+        expected, found = (convert(**options)["pixel_values"] for options in ({}, BYTES_OF_ONE_FRAME))
+        is_equal = found.dtype == torch.uint8 and pixels_of(found, scale).equal(expected)
     except Exception:  # the processor has other settings
         return None
     return scale if is_equal else None
-
-
-def first_frames(patches: Tensor, scale: Tensor) -> Tensor:
-    """Return the first frame [N, C P] of patches [N, C F P]."""
-    return patches.unflatten(1, (*scale.shape[1:], -1))[:, :, 0].flatten(1)
 
 
 def pixels_of(frames: Tensor, scale: Tensor) -> Tensor:

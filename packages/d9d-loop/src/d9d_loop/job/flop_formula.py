@@ -1,6 +1,7 @@
 """Model FLOPs of a training step as a formula: a part for each row of the inputs, and one for each pair of positions.
 
-Images have a part for each patch, and one for each pair of patches of an image or of a window.
+Images have a part for each patch, and one for each pair of patches of an image or of a window. The head has a part for
+each label, if the model computes no other logits.
 
 A job measures its coefficients once. `d9d_metrics.transformer_flops_per_token` is the same for known sizes.
 """
@@ -120,11 +121,13 @@ class FlopFormula:
         per_row: FLOPs of a row of the inputs, without attention. A row is a token, or an element of another input.
         attention: Attention layers, by mask.
         images: Vision tower and projector, whose FLOPs are not among those of the rows; `None` without one.
+        per_label: FLOPs of the logits of a label; 0 if the rows include those of all positions.
     """
 
     per_row: float
     attention: tuple[AttentionFlops, ...] = ()
     images: ImageFlops | None = None
+    per_label: float = 0.0
 
     def of_lengths(self, lengths: Iterable[float]) -> float:
         """Return the FLOPs of documents of some lengths, in tokens."""

@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import FunctionType
@@ -65,6 +65,11 @@ def measure_flops(model: nn.Module, task: Task, batch: Any, *, has_reference: bo
         attention.replace(model)
         images = _ImageCalls(counter, attention)
         images.replace(model, inputs.shared)
+        positions: Any = inputs.shared.get("logits_to_keep")
+        calls = list[tuple[Tensor, bool]]()
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        if has_positions := isinstance(positions, Tensor) and head is not None:
+            head.register_forward_pre_hook(lambda _, args: calls.append((args[0], torch.is_grad_enabled())))
         with counter:
             if has_reference:
                 with torch.no_grad():
@@ -73,8 +78,11 @@ def measure_flops(model: nn.Module, task: Task, batch: Any, *, has_reference: bo
             counter.in_backward = True
             _backward(loss)
             images.backward()
+            per_label = _flops_of_position(head, calls, counter) if has_positions else 0.0
+            num_logits = positions.numel() if has_positions else 0
             formula = FlopFormula(
-                per_row=counter.flops["rows"] / rows.numel(),
+                per_row=(counter.flops["rows"] - num_logits * per_label) / rows.numel(),
+                per_label=per_label,
                 attention=tuple(
                     AttentionFlops(per_pair=flops, is_causal=is_causal, window=window, chunk=chunk)
                     for (is_causal, window, chunk), flops in attention.per_pair.items()
@@ -136,6 +144,19 @@ def _convolution_gradients_flops(gradient: Tensor, x: Tensor, weight: Tensor, *o
     *_, is_transposed, _, _, needed = options
     positions = x if is_transposed else gradient
     return 2 * positions.numel() * weight[0].numel() * sum(needed[:2])
+
+
+def _flops_of_position(head: nn.Module, calls: Sequence[tuple[Tensor, bool]], counter: _ProductCounter) -> float:
+    """Return the FLOPs of a head for one position, in all calls; each has hidden states, and True with gradients."""
+    counter.part = "head"
+    for hidden, has_gradients in list(calls):
+        counter.in_backward = False
+        with torch.set_grad_enabled(has_gradients):
+            logits = head(hidden[:1, :1].detach().requires_grad_(hidden.requires_grad))
+        counter.in_backward = True
+        if logits.requires_grad:
+            _backward(logits.sum())
+    return counter.flops["head"]
 
 
 @final

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import ContextSplit
+from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.flop_measurement import rows_of
 from d9d_loop.task import BatchTask
@@ -41,6 +42,10 @@ class FlopMeter:
         if self.formula.images is not None:
             self._total = self._total + self.formula.images.of(inputs.shared) / self._num_parts
         rows, are_tokens = rows_of(inputs)
+        if self.formula.per_label:  # positions also fill rows with fewer labels
+            labels = batch.get("labels") if isinstance(batch, dict) else None
+            num_labels = inputs.shared["logits_to_keep"].numel() if labels is None else (labels != IGNORED_LABEL).sum()
+            self._total = self._total + self.formula.per_label * num_labels
         positions = None
         if self._positions is not None and are_tokens and rows.shape[1] % 2 == 0:  # a rank has two chunks of each row
             positions = self._positions(rows.shape[1] * self._num_parts)

@@ -48,6 +48,7 @@ from d9d_loop.jobs.classes import Classes
 from d9d_loop.jobs.job_config import TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_files import open_checked, split_samples
 from d9d_loop.jobs.text_model import padding_id
+from d9d_loop.jobs.text_tasks import POSITIONS, label_positions
 
 _T = TypeVar("_T")
 
@@ -97,7 +98,7 @@ def _rows(
 
 
 def pad_rows(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
-    """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding."""
+    """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding, and `label_positions` [B, K]."""
     ids = [sample["input_ids"] for sample in samples]
     batch = {
         "input_ids": pad_sequences(ids, value=padding),
@@ -105,6 +106,7 @@ def pad_rows(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Ten
     }
     if samples[0]["labels"].dim():
         batch["labels"] = pad_sequences([sample["labels"] for sample in samples], value=IGNORED_LABEL)
+        batch[POSITIONS] = label_positions(batch["labels"])
     else:
         batch["labels"] = torch.stack([sample["labels"] for sample in samples])
     return batch

@@ -23,7 +23,7 @@ from d9d_loop.jobs.text_samples import TextSamples
 from d9d_loop.jobs.text_tasks import Classify, Embed, NextToken, Prefer, Reward
 from d9d_loop.jobs.vision_data import for_images, image_chats, packed_image_chats
 from d9d_loop.losses import PreferenceLoss, RewardLoss
-from d9d_loop.model.hugging_face_model import read_config
+from d9d_loop.model.hugging_face_model import read_config, takes_positions
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.tasks import NextTokenTask, PreferenceTask
@@ -46,6 +46,8 @@ def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     notes: list[str] = []
     of_model = for_images(config)
     data, task, model = _parts(config, of_model, notes.append, reads_data=reads_data)
+    if isinstance(task, NextToken | Prefer):
+        task.label_logits = takes_positions(model)
     adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
     compute = config.compute_metrics
     trainer = Trainer(

@@ -1,7 +1,7 @@
 """Tasks of jobs on text, for models of `transformers`.
 
-B: samples, L: length, V: vocabulary size, C: number of classes. For embeddings, G: groups, K: pairs of a group, C:
-documents of a group, R = K + C: texts of a group, D: width. P: pairs of answers.
+B: samples, L: length, K: positions with logits, V: vocabulary size, C: number of classes. For embeddings, G: groups, K:
+pairs of a group, C: documents of a group, R = K + C: texts of a group, D: width. P: pairs of answers.
 """
 
 from collections.abc import Mapping
@@ -31,57 +31,79 @@ def _wide(values: Tensor) -> Tensor:
 PER_TOKEN = frozenset(("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "mm_token_type_ids"))
 """Entries of a batch that have a value for each token [..., B, L]; others belong to the images of all rows."""
 
-_NOT_INPUTS = frozenset(("labels", "num_skipped", "kept", "reference_log_probs", "cp", IMAGE_BYTES, "image_scale"))
+POSITIONS = "label_positions"
+"""Entry of a batch with the positions [..., B, K] at which the model computes logits; see `label_positions`."""
+
+_NOT_INPUTS = {"labels", POSITIONS, "num_skipped", "kept", "reference_log_probs", "cp", IMAGE_BYTES, "image_scale"}
 
 
-def _inputs(batch: Batch) -> dict[str, Any]:
-    """Return the entries of a batch that the model gets, with pixels if it has their bytes."""
+def label_positions(labels: Tensor, count: int | None = None) -> Tensor:
+    """Return the positions [..., B, K] of the labels [..., B, L] of each row in ascending order, int64.
+
+    K is at most `count`, by default the largest number of labels of a row, but at least 1. Rows with fewer labels have
+    positions without a label, too. With `count`, no host-device synchronization.
+    """
+    is_label = labels != IGNORED_LABEL
+    count = max(1, int(is_label.sum(-1).max())) if count is None else count
+    first = is_label.byte().argsort(dim=-1, descending=True, stable=True)[..., :count]
+    return first.sort(dim=-1).values
+
+
+def _inputs(batch: Batch, *, label_logits: bool = False) -> dict[str, Any]:
+    """Return the entries of a batch that the model gets, with pixels if it has their bytes; pairs become rows."""
     inputs: dict[str, Any] = {key: each for key, each in batch.items() if key not in _NOT_INPUTS}
     if IMAGE_BYTES in batch:
         inputs["pixel_values"] = pixels_of(batch[IMAGE_BYTES], batch["image_scale"])
-    return inputs
+    if label_logits and POSITIONS in batch:
+        inputs["logits_to_keep"] = batch[POSITIONS]
+    if batch["input_ids"].dim() == 2:
+        return inputs
+    of_rows = {*PER_TOKEN, "logits_to_keep"}
+    return {key: each.flatten(0, 1) if key in of_rows else each for key, each in inputs.items()}
 
 
-def _padded(batch: Batch, multiple: int) -> tuple[Batch, int]:
-    num_added = -batch["input_ids"].shape[-1] % multiple
-    values = {key: IGNORED_LABEL if key == "labels" else 0 for key in batch if key in PER_TOKEN}
-    added = {key: F.pad(batch[key], (0, num_added), value=value) for key, value in values.items()}
-    return {**batch, **added}, num_added
+def _labels_of(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the labels [B, K] of logits [B, K, V] of all tokens, or of the positions of the batch."""
+    labels = batch["labels"].flatten(0, -2)
+    return labels if logits.shape[1] == labels.shape[1] else labels.gather(1, batch[POSITIONS].flatten(0, -2))
+
+
+def _of_all_tokens(values: Tensor, batch: Batch) -> Tensor:
+    """Return values [B, K] at the positions of logits in the shape of the labels, 0 at other positions."""
+    labels = batch["labels"]
+    if values.shape[1] != labels.shape[-1]:
+        rows = values.new_zeros(len(values), labels.shape[-1])
+        values = rows.scatter(1, batch[POSITIONS].flatten(0, -2), values)
+    return values.view_as(labels)
 
 
 def _split(batch: Batch, split: ContextSplit) -> Batch:
     """Return this rank's part of the entries with a value per token. The first rank counts skipped samples."""
     own = {key: split.split(each, dim=-1) for key, each in batch.items() if key in PER_TOKEN}
+    if POSITIONS in batch:
+        own[POSITIONS] = label_positions(own["labels"], batch[POSITIONS].shape[-1])
     if split.mesh.get_local_rank() and "num_skipped" in batch:
         own["num_skipped"] = torch.zeros_like(batch["num_skipped"])
     return {**batch, **own}
 
 
-@final
-class NextToken(Task):
-    """Prediction of the next token: the sum of the cross entropies of all labels, in nats.
+class _LabelTask(Task):
+    """Base class of tasks whose labels are tokens, for a model that returns logits; see `NextToken`."""
 
-    The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 for positions without a loss. A batch
-    with images also has their pixels, which the model gets too, `num_skipped` and `kept`, see `image_chats`.
-
-    Args:
-        router_loss: Factor of the balance loss of experts, which `transformers` computes for each microbatch and adds
-            to the mean loss of its labels; not in evaluations.
-        counts_skipped: If True, the metric `skipped_samples` is the number of samples that the data skipped.
-    """
-
-    weight_unit = "tokens"
+    label_logits = False
 
     def __init__(self, *, router_loss: float = 0.0, counts_skipped: bool = False) -> None:
         self._router_loss, self._counts_skipped = router_loss, counts_skipped
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return the arguments of the model."""
-        return {**_inputs(batch), "use_cache": False}
+        """Return the arguments of the model: all samples, or all answers of pairs, as rows."""
+        return {**_inputs(batch, label_logits=self.label_logits), "use_cache": False}
 
     def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
         """Pad the ends of rows with token id 0 and without labels; earlier positions do not attend to the padding."""
-        return _padded(batch, multiple)
+        num_added = -batch["input_ids"].shape[-1] % multiple
+        values = {key: IGNORED_LABEL if key == "labels" else 0 for key in batch if key in PER_TOKEN}
+        return {**batch, **{key: F.pad(batch[key], (0, num_added), value=values[key]) for key in values}}, num_added
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the number of skipped samples, if it is counted."""
@@ -92,34 +114,57 @@ class NextToken(Task):
         if self._counts_skipped:
             metrics["skipped_samples"].update(batch["num_skipped"])
 
+    def _with_router_loss(self, loss: Loss, outputs: Any) -> Loss:
+        if self._router_loss and outputs.logits.requires_grad and getattr(outputs, "aux_loss", None) is not None:
+            return Loss(loss.total + self._router_loss * loss.weight * outputs.aux_loss, weight=loss.weight)
+        return loss
+
+
+@final
+class NextToken(_LabelTask):
+    """Prediction of the next token: the sum of the cross entropies of all labels, in nats.
+
+    The batch has `input_ids` and `labels` [B, L], which are already shifted; -100 for positions without a loss. A batch
+    with images also has their pixels, which the model gets too, `num_skipped` and `kept`, see `image_chats`.
+
+    Args:
+        router_loss: Factor of the balance loss of experts, which `transformers` computes for each microbatch and adds
+            to the mean loss of its labels; not in evaluations.
+        counts_skipped: If True, the metric `skipped_samples` is the number of samples that the data skipped.
+
+    Attributes:
+        label_logits: If True, the model computes no logits but those at `label_positions` [B, K], if the batch has
+            them. Losses and gradients are equal. `transformers` calls the argument `logits_to_keep`.
+    """
+
+    weight_unit = "tokens"
+
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
         """Return this context-parallel rank's part of the rows, and all images; the model finds the positions."""
         return _split(batch, split)
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed cross entropy and the number of labels."""
-        logits_BLV, labels_BL = outputs.logits, batch["labels"]
+        logits_BKV, labels_BK = outputs.logits, _labels_of(outputs.logits, batch)
         total = F.cross_entropy(
-            _wide(logits_BLV).flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            _wide(logits_BKV).flatten(0, 1), labels_BK.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
-        weight = (labels_BL != IGNORED_LABEL).sum()
-        if self._router_loss and outputs.logits.requires_grad and getattr(outputs, "aux_loss", None) is not None:
-            total = total + self._router_loss * weight * outputs.aux_loss
-        return Loss(total, weight=weight)
+        return self._with_router_loss(Loss(total, weight=(labels_BK != IGNORED_LABEL).sum()), outputs)
 
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the most probable token at each label, and the labels, without ignored ones."""
-        is_label = batch["labels"] != IGNORED_LABEL
-        return {"predictions": outputs.logits.argmax(-1)[is_label], "labels": batch["labels"][is_label]}
+        labels = _labels_of(outputs.logits, batch)
+        is_label = labels != IGNORED_LABEL
+        return {"predictions": outputs.logits.argmax(-1)[is_label], "labels": labels[is_label]}
 
     def scores(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `log_probs` and `entropy` [B, L] in nats, 0 without a label; no row without a sample."""
         num_rows = len(batch["kept"]) if "kept" in batch else len(batch["labels"])
-        log_probs_BLV, labels_BL = _wide(outputs.logits[:num_rows]).log_softmax(-1), batch["labels"][:num_rows]
-        is_label_BL = labels_BL != IGNORED_LABEL
-        of_labels_BL = log_probs_BLV.gather(-1, labels_BL.clamp(min=0)[..., None])[..., 0]
-        entropy_BL = torch.special.entr(log_probs_BLV.exp()).sum(-1)
-        return {"log_probs": of_labels_BL * is_label_BL, "entropy": entropy_BL * is_label_BL}
+        log_probs_BKV, labels_BK = _wide(outputs.logits).log_softmax(-1), _labels_of(outputs.logits, batch)
+        of_labels_BK = log_probs_BKV.gather(-1, labels_BK.clamp(min=0)[..., None])[..., 0]
+        found = {"log_probs": of_labels_BK, "entropy": torch.special.entr(log_probs_BKV.exp()).sum(-1)}
+        is_label_BK = labels_BK != IGNORED_LABEL
+        return {name: _of_all_tokens(each * is_label_BK, batch)[:num_rows] for name, each in found.items()}
 
 
 @final
@@ -192,11 +237,11 @@ class Classify(Task):
 
 
 @final
-class Prefer(Task):
+class Prefer(_LabelTask):
     """Preference optimization: the loss, metrics and reference of `PreferenceTask`, for a model that returns logits.
 
     The batch has `input_ids`, `attention_mask` and `labels` [P, 2, L]: the chosen and the rejected answer of each pair.
-    A batch with images is as for `NextToken`.
+    A batch with images is as for `NextToken`, which explains `label_logits`; positions are [P, 2, K].
 
     Args:
         loss: Loss of pairs.
@@ -210,16 +255,8 @@ class Prefer(Task):
     def __init__(
         self, loss: PreferenceLoss, *, has_reference: bool, router_loss: float = 0.0, counts_skipped: bool = False
     ) -> None:
-        self._packed, self._router_loss = PreferenceTask(loss, has_reference=has_reference), router_loss
-        self._counts_skipped = counts_skipped
-
-    def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return the arguments of the model: all answers as rows."""
-        return {**_rows_of_pairs(batch), "use_cache": False}
-
-    def pad_sequence(self, batch: Batch, multiple: int) -> tuple[Batch, int]:
-        """Return rows with more padding, as `NextToken` does."""
-        return _padded(batch, multiple)
+        super().__init__(router_loss=router_loss, counts_skipped=counts_skipped)
+        self._packed = PreferenceTask(loss, has_reference=has_reference)
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Any:
         """Return this context-parallel rank's part of the answers, with the mesh of the split as `cp`."""
@@ -227,19 +264,15 @@ class Prefer(Task):
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed losses of the pairs."""
-        loss = self._packed.loss(*self._as_packed(outputs, batch))
-        if self._router_loss and outputs.logits.requires_grad and getattr(outputs, "aux_loss", None) is not None:
-            return Loss(loss.total + self._router_loss * loss.weight * outputs.aux_loss, weight=loss.weight)
-        return loss
+        return self._with_router_loss(self._packed.loss(*self._as_packed(outputs, batch)), outputs)
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the reward margin and accuracy, and the number of skipped samples, if it is counted."""
-        return {**self._packed.metrics(), **({"skipped_samples": Sum()} if self._counts_skipped else {})}
+        return {**self._packed.metrics(), **super().metrics()}
 
     def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
         """Add the margins of a microbatch, and its skipped samples."""
-        if self._counts_skipped:
-            metrics["skipped_samples"].update(batch["num_skipped"])
+        super().update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
         packed, rows = self._as_packed(outputs, batch)
         self._packed.update_metrics(metrics, outputs=packed, batch=rows, loss=loss)
 
@@ -249,9 +282,9 @@ class Prefer(Task):
 
     def _log_probs(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the log-probability of each label [P, 2, L], 0 without a label."""
-        labels, logits = batch["labels"], _wide(outputs.logits).flatten(0, 1)
+        logits, labels = _wide(outputs.logits).flatten(0, 1), _labels_of(outputs.logits, batch)
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
-        return -losses.view_as(labels)
+        return _of_all_tokens(-losses.view_as(labels), batch)
 
     def _as_packed(self, outputs: Any, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the outputs and the batch as one row for each pair [P, 2 L], with an answer as a document."""
@@ -277,7 +310,7 @@ class Reward(Task):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model: all answers as rows."""
-        return _rows_of_pairs(batch)
+        return _inputs(batch)
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed losses of the pairs."""
@@ -299,10 +332,6 @@ class Reward(Task):
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the rewards of both answers [P, 2]."""
         return {"rewards": _rewards(outputs, batch)}
-
-
-def _rows_of_pairs(batch: Batch) -> dict[str, Tensor]:
-    return {key: each.flatten(0, 1) if key in PER_TOKEN else each for key, each in _inputs(batch).items()}
 
 
 def _rewards(outputs: Any, batch: Batch) -> Tensor:

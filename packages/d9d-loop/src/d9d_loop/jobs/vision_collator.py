@@ -18,11 +18,11 @@ from d9d_dist import UserError
 from d9d_loop.data import ChatTokenizer
 from d9d_loop.data.chat_tokenizer import Span
 from d9d_loop.data.conversation import Conversation
-from d9d_loop.data.image_processor import IMAGE_BYTES, first_frames
+from d9d_loop.data.image_processor import BYTES_OF_ONE_FRAME, IMAGE_BYTES
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.padding import join_batches
 from d9d_loop.jobs.job_config import TextDataConfig
-from d9d_loop.jobs.text_tasks import PER_TOKEN
+from d9d_loop.jobs.text_tasks import PER_TOKEN, POSITIONS, label_positions
 from d9d_loop.jobs.vision_packing import RowPacker
 
 _BYTES_AT_ONCE = 1 << 18
@@ -111,12 +111,12 @@ class ImageCollator:
             batch["image_scale"] = self._scale
         batch["num_skipped"] = torch.tensor(len(group_of) - num_own)
         if self._packer is None:
-            batch["kept"] = torch.tensor(kept, dtype=torch.int64)
-            return batch
+            return {**batch, "kept": torch.tensor(kept, dtype=torch.int64), POSITIONS: label_positions(batch["labels"])}
         cut = [min(each, self._length) for each in lengths[:num_own]] + lengths[num_own:]
         packed = [[s for s, index in enumerate(kept) if group_of[index] == group] for group in range(len(groups))]
         min(packed, key=lambda row: sum(cut[s] for s in row)).extend(range(num_own, len(cut)))
-        return self._packer(batch, cut, packed)
+        rows = self._packer(batch, cut, packed)
+        return {**rows, POSITIONS: label_positions(rows["labels"])}
 
     def identity(self) -> str:
         """Return everything that determines the number of tokens of a row, and whether it is skipped."""
@@ -207,11 +207,11 @@ class ImageCollator:
                 add_special_tokens=False,  # the template has written them
                 return_tensors="pt",
                 return_offsets_mapping=True,
-                **({} if self._scale is None else {"do_rescale": False, "do_normalize": False}),
+                **({} if self._scale is None else BYTES_OF_ONE_FRAME),
             )
         )
         if self._scale is not None and "pixel_values" in batch:
-            batch[IMAGE_BYTES] = first_frames(batch.pop("pixel_values"), self._scale)
+            batch[IMAGE_BYTES] = batch.pop("pixel_values")
         offsets, replaced = batch.pop("offset_mapping").tolist(), self._processor.get_text_with_replacements.found
         lengths = batch["attention_mask"].sum(1).tolist()
         found = [

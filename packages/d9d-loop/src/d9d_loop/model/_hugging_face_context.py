@@ -179,6 +179,7 @@ class _RowsForward:
         self._model_type: str = model.config.model_type
         of_image, *others = (_parameters(model, f"get_{kind}_features") for kind in ("image", "video", "audio"))
         self._of_images = of_image | {"pixel_values"}
+        self._not_joined = self._of_images | {"logits_to_keep"}  # positions in the rank's part
         self._not_compared = frozenset().union(*others) - self._of_images - {"attention_mask"}
         if self._model_type not in IMAGE_MODELS:
             self._not_compared |= self._of_images
@@ -203,7 +204,7 @@ class _RowsForward:
         shared = {
             key: self._split.join(value, dim=dim, gradient="partial")
             if isinstance(value, Tensor)
-            and key not in self._of_images
+            and key not in self._not_joined
             and value.dim() > 1
             and value.shape[dim := -1 if key == "position_ids" else 1] == shape[1]
             else value

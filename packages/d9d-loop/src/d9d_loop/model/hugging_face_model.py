@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -237,6 +238,15 @@ class _HuggingFaceModel(ModelProvider):
         if folder == self.folder:
             self.new_parameters = loaded.new_parameters
         return loaded.model
+
+
+def takes_positions(model: ModelProvider) -> bool:
+    """Return True if the forward of a model of `transformers` takes positions of logits [B, K] as `logits_to_keep`."""
+    from transformers import modeling_utils
+
+    has_rows = hasattr(modeling_utils, "slice_logits_to_keep")  # before, all rows had the same positions
+    is_own = isinstance(model, _HuggingFaceModel)
+    return has_rows and is_own and "logits_to_keep" in signature(model.model_class.forward).parameters
 
 
 def _forget_positions(module: Any, *_: Any) -> None:

@@ -35,6 +35,8 @@ class _FromLists(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in {Tensor.tolist, Tensor.numpy}:  # they read memory; `_KnownValues` sees the copy
             args = (args[0].clone(), *args[1:])
+        if func == torch.take_along_dim and args[0].is_meta:  # it compares the devices before its operators run
+            args = (args[0], args[0].new_empty(args[1].shape, dtype=torch.int64), *args[2:])
         is_from_list = func in {torch.tensor, torch.as_tensor} and not isinstance(args[:1] and args[0], Tensor)
         return func(*args, **({**kwargs, "device": "cpu"} if is_from_list else kwargs))
 
