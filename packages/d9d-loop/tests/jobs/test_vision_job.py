@@ -534,6 +534,11 @@ def test_d9d_chat_answers_about_an_image_as_generate_does(
         chat_command.main([str(folder), "--plain", *options])
 
 
+def test_an_image_of_d9d_chat_that_does_not_exist_is_an_error_before_the_model_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--image .*absent\.png: there is no such file; expected an image"):
+        chat_command.main([str(tmp_path / "no model"), "--image", str(tmp_path / "absent.png")])
+
+
 def test_a_message_with_a_mark_in_a_text_without_images_is_a_text() -> None:
     found = read_image_chat(chat("write <image>", "b"))
     assert found.images == []

@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_base_options(parser)
     parser.add_argument("--prompt", help="answer this prompt and exit, instead of reading standard input")
     parser.add_argument("--system", help="system message of the conversation")
-    parser.add_argument(
-        "--image", action="append", type=Path, default=[], help="image of the first message; may be repeated"
-    )
+    parser.add_argument("--image", action="append", type=Path, default=[], help="images of the first message, one each")
     parser.add_argument("--plain", action="store_true", help="continue the text even if there is a chat template")
     parser.add_argument(
         "--max-new-tokens", type=int, default=512, help="maximum length of an answer; default: %(default)s"
@@ -254,6 +252,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--temperature {options.temperature}; expected 0 (greedy decoding) or more.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p}; expected above 0 and at most 1.")
+    if missing := [path for path in options.image if not path.is_file()]:
+        raise UserError(f"--image {missing[0]}: there is no such file; expected an image. Correct the path.")
 
 
 run = cli_main()(main)
