@@ -184,6 +184,23 @@ def test_with_last_token_the_stop_token_is_an_input_without_a_label() -> None:
         assert row["labels"][is_own][-1] == -100
 
 
+def test_scored_pairs_have_their_margins() -> None:
+    samples = [{**pair, "margin": number + 0.5} for number, pair in enumerate(PAIRS[:3])]
+    del samples[1]["margin"]
+    stream = IndexedStream(samples, seed=0, shuffle=False, epochs=1)
+    pairs = PairStream(stream, chat_tokenizer(), max_length=256, with_last_token=True)
+    packed = PackedStream(pairs, row_length=256, window=3, seed=1)
+    margins = {0.5: 0, 0.0: 0, 2.5: 0}
+    for row in map(packed.read, packed.cursor().take(10)):
+        for document in range(2 * int(row["documents"].max() // 2)):
+            (margin,) = set(row["margins"][row["documents"] == document].tolist())
+            margins[margin] += 1
+        assert not row["margins"][row["documents"] == row["documents"].max()].any()
+    assert margins == {0.5: 2, 0.0: 2, 2.5: 2}
+    without = PairStream(stream, chat_tokenizer(), max_length=256)
+    assert "margin" not in without.read(without.cursor().take(1)[0])
+
+
 def test_long_pairs_are_refused_dropped_or_truncated() -> None:
     with pytest.raises(UserError, match=r"a conversation has \d+ positions; expected at most max_length"):
         _pairs(max_length=80).cursor().take(1)

@@ -11,7 +11,16 @@ pytest.importorskip("tokenizers", reason="needs the extra chat")
 from chat_examples import CHATML, byte_tokenizer, chat, chat_tokenizer
 
 from d9d_dist import UserError
-from d9d_loop.data import ChatTemplate, ChatTokenizer, ChatTokens, mark_spans, read_chat_tokenizer, read_conversation
+from d9d_loop.data import (
+    ChatTemplate,
+    ChatTokenizer,
+    ChatTokens,
+    mark_spans,
+    read_chat_tokenizer,
+    read_conversation,
+    read_pair,
+)
+from d9d_loop.data.text_tokenizer import TextTokenizer
 
 
 def _marked(tokens: ChatTokens) -> str:
@@ -41,6 +50,66 @@ def test_messages_of_weight_0_and_of_the_prompt_do_not_contribute_to_the_loss() 
     marked = _marked(chat_tokenizer()(read_conversation(split)))
     assert marked.count("⟦") == 1
     assert marked.endswith("⟦See you.<|im_end|>⟧\n")
+
+
+def test_messages_of_weight_0_do_not_contribute_to_the_loss_of_all_tokens() -> None:
+    sample = chat("Hi", "Hello", "Bye", "Bye.")
+    sample["messages"][1]["weight"] = 0
+    tokens = chat_tokenizer(labels="all")(read_conversation(sample))
+    header, turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Hello<|im_end|>\n"
+    rest = "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nBye.<|im_end|>\n"
+    assert _marked(tokens) == f"⟦{header}⟧{turn}⟦{rest}⟧"
+    assert _trained(byte_tokenizer("<|im_start|>", "<|im_end|>"), tokens) == header + rest
+    sample["messages"][0]["weight"] = 0
+    assert _marked(chat_tokenizer(labels="all")(read_conversation(sample))) == (
+        f"<|im_start|>user\nHi<|im_end|>\n⟦<|im_start|>assistant\n⟧{turn}⟦{rest}⟧"
+    )
+    sample["messages"][3]["weight"] = 0
+    tokens = chat_tokenizer(labels="all")(read_conversation(sample))
+    assert (tokens.mask[-1], len(tokens.tokens)) == (True, len(tokens.mask))
+
+
+def test_texts_without_a_prompt_are_joined_or_an_error() -> None:
+    chosen, rejected = read_pair({"chosen": "Q: hi A: yes", "rejected": "Q: hi A: no"})
+    with pytest.raises(
+        UserError, match="texts without a prompt, which a chat template cannot render; expected a prompt"
+    ):
+        chat_tokenizer()(chosen)
+    pairs = {"chosen": chosen, "rejected": rejected}
+    joined = _joined_tokenizer()
+    assert {key: _marked(joined(each)) for key, each in pairs.items()} == {
+        "chosen": "Q: hi A:⟦ yes<|im_end|>⟧",
+        "rejected": "Q: hi A:⟦ no<|im_end|>⟧",
+    }
+    system, _ = read_pair({"system": "be kind", "prompt": "a", "chosen": "b", "rejected": "c"})
+    with pytest.raises(UserError, match='a sample has a system message, but text_pairs = "joined"'):
+        joined(system)
+
+
+def _joined_tokenizer() -> ChatTokenizer:
+    text = TextTokenizer(byte_tokenizer("<|im_start|>", "<|im_end|>"), special={"eos_token": "<|im_end|>"})
+    return ChatTokenizer(text, ChatTemplate(CHATML), text_pairs="joined")
+
+
+def test_variables_of_a_sample_are_those_of_the_template() -> None:
+    source = "{{ mode }}" + CHATML + "{% if add_generation_prompt and not thinks %}<none>{% endif %}"
+    conversation = read_conversation({**chat("Hi", "<none>Hello"), "chat_template_kwargs": {"mode": "brief "}})
+    marked = _marked(chat_tokenizer(source)(conversation))
+    assert marked == "brief <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<none>⟦Hello<|im_end|>⟧\n"
+
+
+@pytest.mark.parametrize("reads_parts", [False, True])
+def test_texts_in_parts_are_joined_unless_the_template_reads_parts(reads_parts: bool) -> None:
+    loop = "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    loop += "{{ part.text }}|{% endfor %}{% endif %}"
+    loop = loop.replace("|{% endfor", "{% if not loop.last %}|{% endif %}{% endfor")
+    template = CHATML.replace("{{ message.content }}", loop) if reads_parts else CHATML
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    text = ChatTemplate(template).render([{"role": "user", "content": parts}])
+    assert text == f"<|im_start|>user\n{'a|b' if reads_parts else 'ab'}<|im_end|>\n"
+    if not reads_parts:
+        with pytest.raises(UserError, match="a message of the role user has a part that is not a text"):
+            ChatTemplate(template).render([{"role": "user", "content": [{"type": "image"}]}])
 
 
 DROPS_THINKING = CHATML.replace(

@@ -14,6 +14,7 @@ from d9d_loop.data import (
     read_conversation,
     read_pair,
 )
+from d9d_loop.data.conversation import read_margin
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -94,6 +95,88 @@ def test_every_supported_format_gives_the_same_pair() -> None:
         chosen, rejected = read_pair(sample)
         assert (chosen.messages, rejected.messages) == ([USER, ANSWER], [USER, other])
         assert chosen.first_trained == rejected.first_trained == 1
+
+
+@pytest.mark.parametrize("prompt", ["hi", " hi\n", [USER]])
+@pytest.mark.parametrize("system", [{}, {"system": "be kind"}, {"system_prompt": "be kind"}])
+def test_answers_may_repeat_the_prompt(prompt: Any, system: dict[str, str]) -> None:
+    other = {"role": "assistant", "content": "go away"}
+    kind = [{"role": "system", "content": "be kind"}] if system else []
+    whole = {"prompt": prompt, "chosen": [USER, ANSWER], "rejected": [USER, other], **system}
+    for sample in (whole, {**whole, "chosen": [*kind, USER, ANSWER], "rejected": [*kind, USER, other]}):
+        chosen, rejected = read_pair(sample)
+        assert (chosen.messages, rejected.messages) == ([*kind, USER, ANSWER], [*kind, USER, other])
+        assert chosen.first_trained == rejected.first_trained == len(kind) + 1
+    conversation = read_conversation({"prompt": prompt, "completion": [USER, ANSWER], **system})
+    assert (conversation.messages, conversation.first_trained) == ([*kind, USER, ANSWER], len(kind) + 1)
+
+
+def test_a_system_message_of_its_own_comes_first() -> None:
+    kind = {"role": "system", "content": "be kind"}
+    formats: list[dict[str, Any]] = [{"messages": [USER, ANSWER]}, {"prompt": "hi", "completion": "hello"}]
+    for sample in (*formats, {"messages": [kind, USER, ANSWER], "system_prompt": None}):
+        assert read_conversation({"system": "be kind", **sample}).messages == [kind, USER, ANSWER]
+    other = {"role": "assistant", "content": "no"}
+    for sample in (
+        {"prompt": "hi", "chosen": "hello", "rejected": "no"},
+        {"chosen": [USER, ANSWER], "rejected": [USER, other]},
+    ):
+        chosen, rejected = read_pair({"system": "be kind", **sample})
+        assert (chosen.messages, chosen.first_trained) == ([kind, USER, ANSWER], 2)
+        assert (rejected.messages, rejected.first_trained) == ([kind, USER, other], 2)
+
+
+def test_texts_without_a_prompt_have_their_common_start_as_the_prompt() -> None:
+    chosen, rejected = read_pair({"chosen": "Q: hi A: yes", "rejected": "Q: hi A: no", "question": "hi", "id": 3})
+    assert [each["content"] for each in chosen.messages] == ["Q: hi A:", " yes"]
+    assert [each["content"] for each in rejected.messages] == ["Q: hi A:", " no"]
+    with pytest.raises(UserError, match="the chosen and the rejected conversation are equal"):
+        read_pair({"chosen": "Q: hi A: yes", "rejected": "Q: hi A: yes"})
+
+
+def test_variables_of_the_template_are_an_object() -> None:
+    for given in ({"enable_thinking": False}, '{"enable_thinking": false}'):
+        conversation = read_conversation({"messages": [USER, ANSWER], "chat_template_kwargs": given})
+        assert conversation.template_options == {"enable_thinking": False}
+        assert conversation.to_json() != read_conversation({"messages": [USER, ANSWER]}).to_json()
+
+
+def test_margins_are_numbers() -> None:
+    assert [read_margin(each) for each in ({}, {"margin": None}, {"margin": 2}, {"margin": -0.5})] == [0, 0, 2, -0.5]
+    for margin in ("2", True, float("nan"), [1.0]):
+        with pytest.raises(UserError, match=r"a pair has margin = .*; expected a finite number"):
+            read_margin({"margin": margin})
+
+
+TWO: dict[str, Any] = {"chosen": [ANSWER], "rejected": [{**ANSWER, "content": "no"}]}
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"question": "hi", **TWO}, "no prompt, and question; expected the key prompt"),
+        (
+            {"question": "hi", "chosen": "yes sir", "rejected": "yes"},
+            "no prompt, and question; expected the key prompt",
+        ),
+        ({"messages": [USER], "chosen": "yes", "rejected": "no"}, "no prompt, and messages; expected the key prompt"),
+        ({"prompt": "bye", "chosen": [USER, ANSWER], "rejected": [USER]}, "an answer that begins with another message"),
+        ({"prompt": "hi", "chosen": [USER, ANSWER], "rejected": "no"}, "an answer that begins with another message"),
+        ({"prompt": "hi", "system": 3, **TWO}, "system of the type int; expected a text"),
+        (
+            {"prompt": [{"role": "system", "content": "be kind"}, USER], "system": "be rude", **TWO},
+            "system, and messages with another system message",
+        ),
+        ({"prompt": "hi", "chat_template_kwargs": [], **TWO}, "chat_template_kwargs is a list; expected an object"),
+        (
+            {"prompt": "hi", "chat_template_kwargs": {"tools": 1}, **TWO},
+            "chat_template_kwargs has tools, which d9d sets",
+        ),
+    ],
+)
+def test_pairs_whose_prompt_is_elsewhere_are_an_error(sample: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_pair(sample)
 
 
 def test_equal_answers_are_refused() -> None:

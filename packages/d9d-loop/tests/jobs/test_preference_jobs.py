@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
 }
 TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{{ bos }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PAIRS = [
@@ -277,9 +277,13 @@ def _rewards(model: Any, folder: Path, pair: dict[str, str]) -> torch.Tensor:
     return torch.cat([model(_answer(folder, pair, key)[0]).logits[0] for key in ("chosen", "rejected")])
 
 
-def test_a_reward_model_equals_a_plain_loop(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_margins", [False, True])
+def test_a_reward_model_equals_a_plain_loop(has_margins: bool, folder: Path, tmp_path: Path) -> None:
     import transformers
 
+    margins = torch.tensor([0.5 * (n % 4) * has_margins for n in range(16)])
+    samples = [{**pair, "margin": margin} for pair, margin in zip(PAIRS, margins.tolist(), strict=True)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
     losses = []
     for dtype in (torch.float64, torch.float32):
         model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "scorer", dtype=dtype)
@@ -287,7 +291,8 @@ def test_a_reward_model_equals_a_plain_loop(folder: Path, tmp_path: Path) -> Non
         losses.append([])
         for step in range(STEPS):
             rewards = torch.stack([_rewards(model, folder, pair) for pair in PAIRS[4 * step : 4 * step + 4]])
-            loss = (-F.logsigmoid(rewards[:, 0] - rewards[:, 1]) + 0.01 * rewards.sum(1).square()).mean()
+            differences = rewards[:, 0] - rewards[:, 1] - margins[4 * step : 4 * step + 4]
+            loss = (-F.logsigmoid(differences) + 0.01 * rewards.sum(1).square()).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -299,14 +304,21 @@ def test_a_reward_model_equals_a_plain_loop(folder: Path, tmp_path: Path) -> Non
         model="scorer",
         reward={"centering": 0.01},
         batch={"global_size": 4, "microbatch_size": 2},
+        dataset={"files": [tmp_path / "pairs.jsonl"], "evaluation_files": [tmp_path / "pairs.jsonl"], "length": 64},
     )
-    run = _train(config)
+    result = text_trainer(config).train()
+    run = result.run_dir
     _assert_close(_losses(run), losses[0], losses[1])
     exported = transformers.AutoModelForSequenceClassification.from_pretrained(run / "export", dtype=torch.float32)
     assert exported.config.num_labels == 1
     torch.testing.assert_close(
         _rewards(exported, folder, PAIRS[0]), _rewards(model, folder, PAIRS[0]), rtol=1e-2, atol=1e-3
     )
+    with torch.no_grad():
+        differences = torch.stack([_rewards(exported, folder, pair) for pair in PAIRS]) @ torch.tensor([1.0, -1.0])
+        sums = torch.stack([_rewards(exported, folder, pair) for pair in PAIRS]).sum(1)
+    expected = (-F.logsigmoid(differences - margins) + 0.01 * sums.square()).mean().item()
+    assert result.evaluation["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_packed_pairs_have_the_losses_of_pairs_in_rows(folder: Path, tmp_path: Path) -> None:
@@ -472,7 +484,7 @@ def _trl(kind: str, folder: Path, samples: list[dict[str, Any]], work: Path, **o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["texts", "messages", "without a prompt"])
+@pytest.mark.parametrize("form", ["texts", "messages", "without a prompt", "texts without a prompt", "options"])
 def test_tokens_and_losses_of_dpo_equal_those_of_trl(form: str, folder: Path, tmp_path: Path) -> None:
     turns = [
         {
@@ -484,6 +496,10 @@ def test_tokens_and_losses_of_dpo_equal_those_of_trl(form: str, folder: Path, tm
     samples: list[dict[str, Any]] = PAIRS if form == "texts" else turns
     if form == "without a prompt":
         samples = [{key: [*each["prompt"], *each[key]] for key in ("chosen", "rejected")} for each in turns]
+    if form == "texts without a prompt":
+        samples = _without_prompts()
+    if form == "options":
+        samples = [{**each, "chat_template_kwargs": {"bos": "count "}} for each in turns]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
     data = {"files": [tmp_path / "pairs.jsonl"], "length": 64, "labels": "all", "text_pairs": "joined"}
     config = _config(folder, tmp_path, "dpo", dataset=data)
@@ -516,9 +532,11 @@ def _assert_equal_steps(run: Path, records: list[Any], trainer: Any, margin: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["texts", "messages"])
+@pytest.mark.parametrize("form", ["texts", "messages", "texts without a prompt"])
 def test_tokens_and_losses_of_a_reward_model_equal_those_of_trl(form: str, folder: Path, tmp_path: Path) -> None:
-    samples: list[dict[str, Any]] = PAIRS
+    samples: list[dict[str, Any]] = [{**each, "margin": 0.5 * (n % 3)} for n, each in enumerate(PAIRS)]
+    if form == "texts without a prompt":
+        samples = _without_prompts()
     if form == "messages":
         samples = [
             {
@@ -542,3 +560,11 @@ def test_tokens_and_losses_of_a_reward_model_equal_those_of_trl(form: str, folde
 
 def _turn(role: str, content: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content}]
+
+
+def _without_prompts() -> list[dict[str, Any]]:
+    """Return pairs as whole texts, as in hh-rlhf."""
+    return [
+        {key: f"\n\nHuman: {each['prompt']}\n\nAssistant: {each[key]}" for key in ("chosen", "rejected")}
+        for each in PAIRS
+    ]

@@ -184,9 +184,14 @@ def test_the_loss_equals_its_formula() -> None:
     scores = rows.values().requires_grad_()
     last = torch.stack([each[-1] for each in rows.take(scores, trained=False)])
     chosen, rejected = last[0::2], last[1::2]
-    expected = -F.logsigmoid(chosen - rejected - 0.2).sum() + 0.1 * (chosen + rejected).square().sum()
+    of_pairs = torch.arange(6.0)
+    expected = -F.logsigmoid(chosen - rejected - 0.2 - of_pairs).sum() + 0.1 * (chosen + rejected).square().sum()
+    padded = torch.cat((of_pairs.view(3, 2), torch.zeros(3, 1)), 1)
     found = RewardLoss(centering=0.1, margin=0.2)(
-        scores, position_ids_BL=rows.position_ids, document_ids_BL=rows.document_ids
+        scores,
+        position_ids_BL=rows.position_ids,
+        document_ids_BL=rows.document_ids,
+        margins_BL=padded.gather(1, rows.document_ids // 2),
     )
     assert found.weight == 6
     assert_close(found.total, expected)
@@ -201,10 +206,11 @@ def test_loss_and_gradient_equal_trl() -> None:
     trainer = MagicMock(args=MagicMock(center_rewards_coefficient=0.1), _total_train_tokens=0, _tp_size=1)
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda value: value
     model = MagicMock(return_value=SimpleNamespace(logits=torch.cat((last[0::2], last[1::2])).unsqueeze(1)))
-    inputs = {"attention_mask": torch.ones(12, 1), "margin": torch.full((6,), 0.2)}
+    inputs = {"attention_mask": torch.ones(12, 1), "margin": torch.arange(6.0)}
     expected = reward.RewardTrainer.compute_loss(trainer, model, inputs)
-    found = RewardLoss(centering=0.1, margin=0.2)(
-        scores, position_ids_BL=rows.position_ids, document_ids_BL=rows.document_ids
+    margins = torch.cat((inputs["margin"].view(3, 2), torch.zeros(3, 1)), 1).gather(1, rows.document_ids // 2)
+    found = RewardLoss(centering=0.1)(
+        scores, position_ids_BL=rows.position_ids, document_ids_BL=rows.document_ids, margins_BL=margins
     )
     assert_close(found.total / found.weight, expected)
     assert_close(*(torch.autograd.grad(loss, scores)[0] for loss in (found.total / found.weight, expected)))
@@ -243,8 +249,10 @@ def _reward_of_a_rank(restarts: bool) -> torch.Tensor:
     torch.manual_seed(3)
     rows = packed_rows(length=24)
     positions = rows.position_ids if restarts else torch.arange(24).expand(3, 24)
-    scores, positions, documents = split.split((rows.values(), positions, rows.document_ids))
-    loss = RewardLoss()(scores, position_ids_BL=positions, document_ids_BL=documents, cp=split.mesh)
+    margins = rows.document_ids // 2 + 0.5
+    scores, positions, documents, margins = split.split((rows.values(), positions, rows.document_ids, margins))
+    ids: dict[str, Any] = {"position_ids_BL": positions, "document_ids_BL": documents}
+    loss = RewardLoss()(scores, **ids, margins_BL=margins, cp=split.mesh)
     return torch.stack([loss.total, torch.as_tensor(loss.weight).double()])
 
 
@@ -252,6 +260,7 @@ def _reward_of_a_rank(restarts: bool) -> torch.Tensor:
 def test_positions_may_count_over_the_row_on_context_parallel_ranks(restarts: bool) -> None:
     torch.manual_seed(3)
     rows = packed_rows(length=24)
-    whole = RewardLoss()(rows.values(), position_ids_BL=rows.position_ids, document_ids_BL=rows.document_ids)
+    ids: dict[str, Any] = {"position_ids_BL": rows.position_ids, "document_ids_BL": rows.document_ids}
+    whole = RewardLoss()(rows.values(), **ids, margins_BL=rows.document_ids // 2 + 0.5)
     parts = torch.stack(run_ranks(_reward_of_a_rank, restarts, world_size=2)).sum(0)
     assert_close(parts, torch.stack([whole.total, torch.as_tensor(whole.weight).double()]))

@@ -80,6 +80,8 @@ def test_scores_may_have_a_dim_of_one() -> None:
     flat, deep = (RewardTask().loss(each, BATCH) for each in (scores, scores.unsqueeze(-1)))
     assert_close(flat.total, -torch.nn.functional.logsigmoid(scores[0, 1] - scores[0, 3]))
     assert_close(deep.total, flat.total)
+    margins = RewardTask().loss(scores, {**BATCH, "margins": torch.full((1, 4), 0.5)})
+    assert_close(margins.total, -torch.nn.functional.logsigmoid(scores[0, 1] - scores[0, 3] - 0.5))
 
 
 def test_outputs_that_are_no_scores_of_positions_are_refused() -> None:

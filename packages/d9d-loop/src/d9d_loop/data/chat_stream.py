@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, ChatTokens
-from d9d_loop.data.conversation import TooLong, read_conversation, read_pair
+from d9d_loop.data.conversation import TooLong, read_conversation, read_margin, read_pair
 from d9d_loop.data.document import Document, Pair
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.token_file import TokenFile
@@ -107,14 +107,16 @@ class PairStream(_ConversationStream):
     """Preference pairs of conversations. Pack them with `PackedStream`.
 
     Packing keeps a pair together: documents 2p and 2p + 1 of a row are the chosen and the rejected conversation of
-    pair p. So both are always in one microbatch on one data-parallel rank. An entry is two tuples of tokens and mask.
+    pair p. So both are always in one microbatch on one data-parallel rank. An entry is two tuples of tokens and mask,
+    and the margin of the pair.
 
     Args:
         stream: Stream of samples in a form that `read_pair` accepts.
         max_length: Maximum length of a pair, in positions of both conversations together. For packing, the row length.
         too_long: `refuse` longer pairs with an error, `drop` them, or `truncate` their ends: each conversation
             may fill at least half of `max_length`.
-        with_last_token: If True, the last token is also an input, with the label -100. Reward models score it.
+        with_last_token: If True, the last token is also an input, with the label -100, which reward models score, and
+            the pair has its `margin`; see `read_margin`.
         window: Number of pairs tokenized at a time. A job that resumes inside a window tokenizes it again.
 
     Raises:
@@ -134,27 +136,29 @@ class PairStream(_ConversationStream):
         super().__init__(stream, tokenizer, max_length=max_length, too_long=too_long, window=window, num_each=2)
         self._with_last_token = with_last_token
 
-    def read(self, entry: tuple[MaskedTokens, MaskedTokens]) -> Pair:
+    def read(self, entry: tuple[MaskedTokens, MaskedTokens, float]) -> Pair:
         """Return both documents of a pair."""
-        chosen, rejected = map(_document, entry)
-        return {"chosen": chosen, "rejected": rejected}
+        pair: Pair = {"chosen": _document(entry[0]), "rejected": _document(entry[1])}
+        return {**pair, "margin": entry[2]} if self._with_last_token else pair
 
-    def length(self, entry: tuple[MaskedTokens, MaskedTokens]) -> int:
+    def length(self, entry: tuple[MaskedTokens, MaskedTokens, float]) -> int:
         """Return the number of positions of both documents."""
-        return sum(len(tokens) - 1 for tokens, _ in entry)
+        return sum(len(tokens) - 1 for tokens, _ in entry[:2])
 
     def identity(self) -> JsonValue:
         """Return the digest of the tokenizer, the options, and the identity of the samples."""
         return {"pairs": {**self._options(), "with_last_token": self._with_last_token}}
 
-    def _tokenize(self, sample: Any) -> tuple[MaskedTokens, MaskedTokens] | None:
+    def _tokenize(self, sample: Any) -> tuple[MaskedTokens, MaskedTokens, float] | None:
         chats = [self._tokenizer(each) for each in read_pair(sample)]
         extra = int(self._with_last_token)
         # A conversation may use the positions that the other one leaves, and at least half of the pair's length.
         shorter = min(len(chat.tokens) - 1 + extra for chat in chats)
         length = max(self._max_length - shorter, self._max_length // 2) - extra
         chosen, rejected = (self._fit(chat, length) for chat in chats)
-        return None if chosen is None or rejected is None else (self._extend(chosen), self._extend(rejected))
+        if chosen is None or rejected is None:
+            return None
+        return self._extend(chosen), self._extend(rejected), read_margin(sample) if self._with_last_token else 0.0
 
     def _extend(self, chat: MaskedTokens) -> MaskedTokens:
         tokens, mask = chat
@@ -179,7 +183,7 @@ def tokenize_chats(
     are then the chosen and the rejected conversation of a pair, which are dropped together. `max_length` is the maximum
     length of a conversation in positions, None for no limit; for `too_long`, see `ChatStream`. The manifest counts
     samples: all (`read`), those without a label within `max_length` (`dropped`), and those that lose their end to it
-    (`cut`).
+    (`cut`). If a pair has a margin, see `read_margin`, it has those of all pairs (`margins`).
 
     Raises:
         UserError: If a conversation is invalid or too long; the message has its index. Also if the folder exists,
@@ -190,10 +194,12 @@ def tokenize_chats(
     about["tokenizer_identity"] = tokenizer.text_tokenizer.identity()
     what = "pair" if pairs else "conversation"
     counts = dict.fromkeys(("read", "dropped", "cut"), 0)
+    margins: list[JsonValue] = []
     with TokenFileWriter(folder, vocab_size=tokenizer.vocab_size, about=about, with_masks=True) as writer:
         for number, sample in enumerate(samples):
             try:
                 chats = [tokenizer(each) for each in (read_pair(sample) if pairs else (read_conversation(sample),))]
+                margin = read_margin(sample) if pairs else 0.0
                 limits = (max_length or len(chat.tokens) for chat in chats)
                 fitted = [
                     fit_tokens(chat, max_length=limit, too_long=too_long)
@@ -207,6 +213,7 @@ def tokenize_chats(
                 counts["dropped"] += 1
                 continue
             counts["cut"] += any(len(each[0]) < len(chat.tokens) for each, chat in zip(kept, chats, strict=True))
+            margins.append(margin)
             for tokens, mask in kept:
                 writer.append(tokens, mask=mask)
         if max_length is not None and counts["read"] == counts["dropped"] > 0:
@@ -215,7 +222,7 @@ def tokenize_chats(
                 "tokens, because the prompts are longer or too_long = drop; expected answers within that length. "
                 "Increase the length."
             )
-        writer.describe(**counts)
+        writer.describe(**counts, **({"margins": margins} if any(margins) else {}))
     return TokenFile(folder)
 
 

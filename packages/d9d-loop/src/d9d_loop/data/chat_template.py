@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -68,10 +68,29 @@ class ChatTemplate:
         options = [sorted(self.special_tokens.items()), self.today.isoformat() if self.prints_date else ""]
         return hashlib.sha256(f"{options}\0{self.source}".encode()).hexdigest()
 
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """True if the template gives the same text for a content as for its only part; others print the list."""
+        message = {"role": "user", "content": "a"}
+        try:
+            texts = [
+                self._compiled.render(messages=[each], **self.special_tokens) for each in (message, with_parts(message))
+            ]
+        except Exception:  # of a template that cannot read one of them
+            return False
+        return texts[0] == texts[1]
+
     def render(
-        self, messages: Sequence[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Render messages to text. With `add_generation_prompt`, append the header of an assistant message.
+
+        `options` are further variables. The texts of a content in parts are joined if the template cannot read parts.
 
         Raises:
             UserError: If the template cannot render the messages.
@@ -80,13 +99,15 @@ class ChatTemplate:
 
         if self.has_parts:
             messages = list(map(with_parts, messages))
+        elif any(isinstance(message["content"], list) for message in messages) and not self._reads_parts:
+            messages = list(map(_with_text, messages))
         try:
             return self._compiled.render(
                 messages=[_with_reasoning(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
+                **{**self.special_tokens, **(options or {})},
             )
         except (TemplateError, TypeError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -129,6 +150,19 @@ def read_chat_template(
         )
     special = read_special_tokens(folder) if special_tokens is None else special_tokens
     return ChatTemplate(source, special_tokens=special, today=today, has_parts=has_parts)
+
+
+def _with_text(message: Message) -> Message:
+    parts = message["content"]
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"a message of the role {message['role']} has a part that is not a text; expected texts, because the chat "
+            "template reads no other parts. Remove the part."
+        )
+    return {**message, "content": "".join(texts)}
 
 
 def _with_reasoning(message: Message) -> Message:

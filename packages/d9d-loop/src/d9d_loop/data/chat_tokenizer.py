@@ -60,7 +60,8 @@ class ChatTokenizer:
     Args:
         stop_tokens: Texts of further tokens that may end a turn, if the tokenizer does not list them as special.
         thinking: Text that opens a thinking block, and text that closes it.
-        labels: `all` makes all tokens contribute to the loss, except for a `prompt`. Nothing is verified in this case.
+        labels: `all` makes all tokens contribute to the loss, except for a `prompt` and messages with `weight: 0`.
+            Only the ends of these are verified in this case.
         text_pairs: `joined` tokenizes a `prompt` and a `completion` that are texts as one text, followed by the end
             token, without the chat template.
 
@@ -129,14 +130,20 @@ class ChatTokenizer:
             UserError: If the mask cannot be verified. The message shows the text with the mask.
         """
         if conversation.is_text_pair and self._text_pairs == "joined":
+            if len(conversation.messages) > 2:
+                raise UserError(
+                    'a sample has a system message, but text_pairs = "joined" joins a prompt and an answer alone; '
+                    "expected no system message. Write it into the prompt, or remove it."
+                )
             return self._joined(*(each["content"] for each in conversation.messages))
         text = self.render(conversation)
         if self._labels == "all":
             first = conversation.first_trained
             prompt = self._render(conversation, first, answer=True) if first else ""
-            return _after(
-                self.text_tokenizer.encode_rendered(prompt).ids, self.text_tokenizer.encode_rendered(text), text
-            )
+            weights = enumerate(each.get("weight", 1) for each in conversation.messages)
+            excluded = [self._turn(conversation, n, text, []) for n, weight in weights if n >= first and not weight]
+            ids, encoding = self.text_tokenizer.encode_rendered(prompt).ids, self.text_tokenizer.encode_rendered(text)
+            return _after(ids, encoding, text, excluded)
         encoding = self.text_tokenizer.encode_rendered(text)
         trained = [False] * len(encoding.ids)
         spans: list[Span] = []
@@ -180,13 +187,22 @@ class ChatTokenizer:
         return self(_TURNS).tokens[-1]
 
     def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False) -> str:
+        if conversation.is_split:
+            raise UserError(
+                "a pair has texts without a prompt, which a chat template cannot render; expected a prompt. Set "
+                'dataset.text_pairs = "joined", which trains on the texts as they are, or write prompt, or messages.'
+            )
         template = self._template if conversation.tools is None else self._tool_template
-        messages = conversation.messages[:num_messages]
-        return template.render(messages, tools=conversation.tools, add_generation_prompt=answer)
+        options: dict[str, Any] = {"tools": conversation.tools, "options": conversation.template_options}
+        return template.render(conversation.messages[:num_messages], add_generation_prompt=answer, **options)
 
     def _turn(self, conversation: Conversation, number: int, text: str, spans: list[Span]) -> Span:
-        """Return the characters of an assistant message, including the text that the template appends to it."""
-        prompt = self._render(conversation, number, answer=True)
+        """Return the characters of a message, including the text that the template appends to it.
+
+        The characters of an assistant message are those after its header.
+        """
+        is_answer = conversation.messages[number]["role"] == "assistant"
+        prompt = self._render(conversation, number, answer=is_answer) if number or is_answer else ""
         without = self._block.sub("", prompt)
         # If the prompt opens a thinking block, which the template drops from the text, the turn starts before it.
         starts = [prompt, self._open_block.sub("", prompt), without, self._open_block.sub("", without)]
@@ -296,14 +312,20 @@ def read_chat_tokenizer(
     )
 
 
-def _after(prompt: list[int], encoding: "Encoding", text: str) -> ChatTokens:
-    """Return the tokens of a text, of which those after the common prefix with `prompt` contribute to the loss."""
+def _after(prompt: list[int], encoding: "Encoding", text: str, excluded: Sequence[Span] = ()) -> ChatTokens:
+    """Return the tokens of a text. Those after the common prefix with `prompt`, outside of `excluded`, are trained."""
     num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, encoding.ids, strict=False)))
-    num_trained = len(encoding.ids) - num_common
-    if num_trained == 0:
-        _refuse("no token follows the prompt; expected a completion", text, [])
-    mask = [False] * num_common + [True] * num_trained
-    return ChatTokens(encoding.ids, mask, text, [(encoding.offsets[num_common][0], len(text))])
+    mask = [number >= num_common for number in range(len(encoding.ids))]
+    for start, stop in excluded:
+        mask = [
+            each and not begin < stop > start < end for each, (begin, end) in zip(mask, encoding.offsets, strict=True)
+        ]
+    if not any(mask):
+        _refuse("no token follows the prompt; expected a completion, with a weight other than 0", text, [])
+    length = len(mask) - mask[::-1].index(True)
+    starts = [encoding.offsets[num_common][0], *(stop for _, stop in excluded)]
+    spans = zip(starts, [*(start for start, _ in excluded), len(text)], strict=True)
+    return ChatTokens(encoding.ids[:length], mask[:length], text, [span for span in spans if span[0] < span[1]])
 
 
 def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from math import isfinite
 from typing import Any, Literal, TypeAlias, final
 
 from d9d_dist import UserError
@@ -28,6 +30,14 @@ _SHAREGPT_ROLES = {
 }
 
 
+_ANSWERS = ("chosen", "rejected")
+_SYSTEM = ("system", "system_prompt", "system_message")
+_PROMPTS = ("question", "instruction", "query", "input", "messages", "conversations", "conversation", "history")
+"""Keys that hold a prompt in common datasets, beside chosen and rejected answers."""
+
+_OF_TEMPLATES = {"messages", "tools", "documents", "add_generation_prompt"}
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -37,16 +47,21 @@ class Conversation:
         tools: JSON schemas of the tools that the assistant may call; None for no tools.
         first_trained: Index of the first message that may contribute to the loss; earlier messages are context.
         is_text_pair: True for a prompt and a completion, or an answer of a pair, that are texts without roles.
+        is_split: True if such a prompt is only the common start of two texts, which the chat template cannot render.
+        template_options: Further variables of the chat template.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     first_trained: int = field(default=0)
     is_text_pair: bool = False
+    is_split: bool = False
+    template_options: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the contents as JSON, to compare conversations."""
-        return json.dumps([self.messages, self.tools, self.first_trained], default=str)
+        values = [self.messages, self.tools, self.first_trained, self.is_text_pair, self.template_options]
+        return json.dumps(values, default=str)
 
 
 def read_conversation(sample: Mapping[str, Any]) -> Conversation:
@@ -57,10 +72,12 @@ def read_conversation(sample: Mapping[str, Any]) -> Conversation:
     - `messages`: a list of messages with `role` and `content`; the form of OpenAI and Hugging Face. `tool_calls` may
       have their arguments as JSON text. `weight: 0` excludes an assistant message from the loss.
     - `conversations`: the same, or ShareGPT's `from` and `value`. The value of `function_call` is a JSON object with
-      `name` and `arguments`. An additional key `system` has the system message.
-    - `prompt` and `completion`: each a text, or a list of messages. Only the completion contributes to the loss.
+      `name` and `arguments`.
+    - `prompt` and `completion`: each a text, or a list of messages. Only the completion contributes to the loss. It may
+      repeat the prompt.
 
-    An additional key `tools` has a list of JSON schemas, possibly as JSON text.
+    Additional keys: `system` has the system message, `tools` a list of JSON schemas, `chat_template_kwargs` an object
+    with further variables of the chat template; the last two may be JSON text.
 
     A table, such as Parquet or a Hugging Face dataset, gives all objects of a column the same keys, and stores an
     absent key as null. So nulls are removed at any depth, except from a `JsonObject`, from JSON text, and from samples
@@ -70,19 +87,14 @@ def read_conversation(sample: Mapping[str, Any]) -> Conversation:
         UserError: If the sample has none of these formats, or a message lacks its role or content.
     """
     sample = _without_nulls_of_tables(sample)
-    tools = _tools(sample.get("tools"))
-    if sample.get("messages") is not None:
-        return Conversation(_messages(sample["messages"]), tools)
-    if sample.get("conversations") is not None:
-        messages = _messages(sample["conversations"])
-        if sample.get("system"):
-            messages.insert(0, {"role": "system", "content": sample["system"]})
-        return Conversation(messages, tools)
+    common = _common(sample)
+    for key in ("messages", "conversations"):
+        if sample.get(key) is not None:
+            return Conversation(_with_system(sample, _messages(sample[key])), **common)
     if sample.get("prompt") is not None and sample.get("completion") is not None:
-        prompt, is_text = _turn(sample["prompt"], role="user"), isinstance(sample["prompt"], str)
-        completion = _turn(sample["completion"], role="assistant")
-        is_pair = is_text and isinstance(sample["completion"], str)
-        return Conversation([*prompt, *completion], tools, len(prompt), is_pair)
+        is_pair = isinstance(sample["prompt"], str) and isinstance(sample["completion"], str)
+        first, (messages,) = _with_prompt(sample, [_turn(sample["completion"], role="assistant")])
+        return Conversation(messages, first_trained=first, is_text_pair=is_pair, **common)
     raise _unknown(sample, "messages, conversations, or prompt and completion")
 
 
@@ -90,7 +102,8 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     """Convert a preference sample to its chosen and rejected conversations. Only the answers contribute to the loss.
 
     `prompt`, `chosen` and `rejected` are each a text, or a list of messages; `chosen` and `rejected` follow `prompt`.
-    Without `prompt`, both are whole conversations, and their common first messages are the prompt. `tools` is as in
+    Without `prompt`, both are whole conversations, and their common first messages are the prompt; of two texts, their
+    common start, which only `text_pairs = "joined"` reads. Both may also repeat the prompt. Additional keys are as in
     `read_conversation`.
 
     Raises:
@@ -100,28 +113,113 @@ def read_pair(sample: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     if sample.get("chosen") is None or sample.get("rejected") is None:
         raise _unknown(sample, "chosen and rejected, with or without prompt")
     sample = _without_nulls_of_tables(sample)
-    tools = _tools(sample.get("tools"))
-    prompt = [] if sample.get("prompt") is None else _turn(sample["prompt"], role="user")
-    chosen, rejected = ([*prompt, *_turn(sample[key], role="assistant")] for key in ("chosen", "rejected"))
-    num_common = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        num_common += 1
-    if num_common == min(len(chosen), len(rejected)):
+    is_text = all(isinstance(sample[key], str) for key in _ANSWERS)
+    is_split = is_text and sample.get("prompt") is None
+    if is_split:
+        sample = _split(sample)
+    is_text &= isinstance(sample.get("prompt"), str)
+    first, (chosen, rejected) = _with_prompt(sample, [_turn(sample[key], role="assistant") for key in _ANSWERS])
+    pairs = zip(chosen, rejected, strict=False)
+    num_common = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
+    if num_common is None:
         raise UserError(
             "the chosen and the rejected conversation are equal, or one is a prefix of the other; expected answers "
             "that differ. Remove the sample."
         )
-    first = max(len(prompt), num_common)
-    is_text = all(isinstance(sample.get(key), str) for key in ("prompt", "chosen", "rejected"))
-    return Conversation(chosen, tools, first, is_text), Conversation(rejected, tools, first, is_text)
+    first = max(first, num_common)
+    if all(each["role"] == "system" for each in chosen[:first]):
+        _check_prompt(sample, "")
+    common: dict[str, Any] = {"first_trained": first, "is_text_pair": is_text, "is_split": is_split, **_common(sample)}
+    return Conversation(chosen, **common), Conversation(rejected, **common)
+
+
+def read_margin(sample: Mapping[str, Any]) -> float:
+    """Return the `margin` of a preference sample, by which the reward of the chosen answer must be higher; else 0.
+
+    Raises:
+        UserError: If it is not a finite number.
+    """
+    margin = sample.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
+        raise UserError(f"a pair has margin = {margin!r}; expected a finite number. Correct or rename it.")
+    return float(margin)
 
 
 def with_parts(message: Message) -> Message:
     """Return a message whose content is a list of parts, as the templates of models with images read it."""
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
+def _common(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Conversation` that all formats share."""
+    options = _from_json("chat_template_kwargs", sample.get("chat_template_kwargs"), dict, "an object")
+    if set_already := options and sorted(options.keys() & _OF_TEMPLATES):
+        raise UserError(f"chat_template_kwargs has {', '.join(set_already)}, which d9d sets. Remove it.")
+    tools = _from_json("tools", sample.get("tools"), list, "a list of JSON schemas")
+    return {"tools": tools, "template_options": options or {}}
+
+
+def _with_system(sample: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return messages after the system message of a key of its own, if there is one."""
+    for key in _SYSTEM:
+        if not sample.get(key):
+            continue
+        if not isinstance(sample[key], str):
+            raise UserError(f"a sample has {key} of the type {type(sample[key]).__name__}; expected a text. Rename it.")
+        if messages[0]["role"] != "system":
+            return [{"role": "system", "content": sample[key]}, *messages]
+        if messages[0]["content"] != sample[key]:
+            raise UserError(f"a sample has {key}, and messages with another system message; expected one. Remove one.")
+    return messages
+
+
+def _with_prompt(sample: Mapping[str, Any], answers: list[list[Message]]) -> tuple[int, list[list[Message]]]:
+    """Return the number of messages of a prompt, and the conversations of the answers, which may repeat the prompt."""
+    if sample.get("prompt") is None:
+        return 0, [_with_system(sample, answer) for answer in answers]
+    prompt = _turn(sample["prompt"], role="user")
+    num_systems = int(answers[0][0]["role"] == "system" != prompt[0]["role"])
+    num_first = num_systems + len(prompt)
+    heads = [answer[:num_first] for answer in answers]
+    if all(head == heads[0] and list(map(_said, head[num_systems:])) == list(map(_said, prompt)) for head in heads):
+        prompt, answers = heads[0], [answer[num_first:] for answer in answers]
+    elif any(prompt[-1]["role"] != "assistant" and answer[0]["role"] in ("system", "user") for answer in answers):
+        raise UserError(
+            "a sample has a prompt, and an answer that begins with another message of a user or a system; expected the "
+            "answer alone, or whole conversations that begin with the prompt. Remove the prompt, or these messages."
+        )
+    prompt = _with_system(sample, prompt)
+    return len(prompt), [[*prompt, *answer] for answer in answers]
+
+
+def _said(message: Message) -> tuple[str, Any]:
+    content = message["content"]
+    return message["role"], content.strip() if isinstance(content, str) else content
+
+
+def _split(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return two texts without a prompt with their common start as the prompt."""
+    chosen, rejected = (sample[key] for key in _ANSWERS)
+    prompt = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    # A tokenizer joins a space to the word after it.
+    prompt = prompt[:-1] if prompt.endswith(" ") else prompt
+    _check_prompt(sample, prompt)
+    return {**sample, "prompt": prompt, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
+
+
+def _check_prompt(sample: Mapping[str, Any], prompt: str) -> None:
+    """Raise `UserError` if a sample without `prompt` has a key that usually holds it, and that the answers lack."""
+    found = [
+        key for key in _PROMPTS if sample.get(key) and not (isinstance(sample[key], str) and sample[key] in prompt)
+    ]
+    if found:
+        raise UserError(
+            f"a sample has chosen and rejected answers, no prompt, and {', '.join(found)}; expected the key prompt, "
+            f"which is a text or a list of messages. Rename {found[0]} to prompt, or another key."
+        )
 
 
 def _without_nulls_of_tables(sample: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -207,14 +305,14 @@ def _json(number: int, text: Any) -> Any:
         raise UserError(f"message {number} has the tool arguments {text!r}, which are not JSON: {error}.") from None
 
 
-def _tools(value: Any) -> list[Any] | None:
+def _from_json(name: str, value: Any, kind: type, expected: str) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
         except ValueError as error:
-            raise UserError(f"tools is not JSON: {error}; expected a list of JSON schemas.") from None
-    if value is not None and not isinstance(value, list):
-        raise UserError(f"tools is a {type(value).__name__}; expected a list of JSON schemas.")
+            raise UserError(f"{name} is not JSON: {error}; expected {expected}.") from None
+    if value is not None and not isinstance(value, kind):
+        raise UserError(f"{name} is a {type(value).__name__}; expected {expected}.")
     return value or None
 
 

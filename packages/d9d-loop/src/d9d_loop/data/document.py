@@ -12,11 +12,13 @@ class Document(TypedDict):
         tokens: int64 [n + 1]. The first n are inputs, the last n are labels.
         mask: bool [n + 1], True for each token that contributes to the loss as a label; absent if all do.
         source: Index of the document's source in a mixture; absent without a mixture.
+        margin: Margin of the document's pair; absent except for reward models.
     """
 
     tokens: Tensor
     mask: NotRequired[Tensor]
     source: NotRequired[int]
+    margin: NotRequired[float]
 
 
 class Pair(TypedDict):
@@ -24,18 +26,20 @@ class Pair(TypedDict):
 
     Attributes:
         source: Index of the pair's source in a mixture; absent without a mixture.
+        margin: See `read_margin`; absent except for reward models.
     """
 
     chosen: Document
     rejected: Document
     source: NotRequired[int]
+    margin: NotRequired[float]
 
 
 def documents_of(sample: Document | Pair) -> list[Document]:
     """Return the documents of a sample: the sample itself, or both documents of a pair, chosen before rejected."""
     match sample:
-        case {"chosen": chosen, "rejected": rejected, **source}:
-            return [{**cast(Document, document), **source} for document in (chosen, rejected)]
+        case {"chosen": chosen, "rejected": rejected, **common}:
+            return [{**cast(Document, document), **common} for document in (chosen, rejected)]
         case _:
             return [cast(Document, sample)]
 

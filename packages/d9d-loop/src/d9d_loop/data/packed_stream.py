@@ -37,6 +37,7 @@ class PackedStream(WindowedStream):
       `document_ids_BL` argument of models, which restricts attention to a document.
     - `position_ids`: position within the document.
     - `sources`: index of each position's source, -1 for padding. Only if the documents come from a mixture.
+    - `margins`: margin of the pair of each position, 0 for padding, float32. Only of a `PairStream` for reward models.
 
     Args:
         documents: Stream of documents: a `DocumentStream`, `TokenizedStream` or `ChatStream`; of pairs: a `PairStream`;
@@ -106,6 +107,8 @@ def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) 
     }
     if any("source" in document for document in documents):
         row["sources"] = torch.full((row_length,), -1)
+    if any("margin" in document for document in documents):
+        row["margins"] = torch.zeros(row_length)
     start = 0
     for number, document in enumerate(documents):
         tokens = document["tokens"]
@@ -117,6 +120,8 @@ def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) 
         row["position_ids"][place] = torch.arange(len(tokens) - 1)
         if "source" in document:
             row["sources"][place] = document["source"]
+        if "margin" in document:
+            row["margins"][place] = document["margin"]
         start = place.stop
     assert start <= row_length
     return row

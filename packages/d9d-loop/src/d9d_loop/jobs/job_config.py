@@ -186,7 +186,8 @@ class PreferenceConfig(Section):
 
     beta: PositiveFloat = Field(default=0.1, description="Strength of the preference.")
     kind: PreferenceKind = Field(
-        default="sigmoid", description="Function of the margin: sigmoid (DPO, SimPO), squared (IPO) or hinge (SLiC)."
+        default="sigmoid",
+        description="Function of the margin: sigmoid (DPO, SimPO), squared (IPO if length_normalized) or hinge (SLiC).",
     )
     length_normalized: bool = Field(default=False, description="Divide the score of an answer by its number of tokens.")
     label_smoothing: float = Field(default=0.0, description="Probability that a preference is wrong; for sigmoid.")
@@ -207,7 +208,7 @@ class RewardConfig(Section):
     centering: NonNegativeFloat = Field(
         default=0.0, description="Factor of the squared sum of both rewards, which centers the rewards around 0."
     )
-    margin: float = Field(default=0.0, description="Margin that the reward of the chosen answer must exceed.")
+    margin: float = Field(default=0.0, description="Margin to reach; the margin of a pair is added.")
 
 
 class TextJobConfig(JobFileConfig):

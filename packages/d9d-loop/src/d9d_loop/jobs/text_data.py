@@ -34,7 +34,7 @@ from d9d_loop.data import (
     tokenize_text,
 )
 from d9d_loop.data.contents import contents_of, sampled_digest
-from d9d_loop.data.conversation import read_pair
+from d9d_loop.data.conversation import read_margin, read_pair
 from d9d_loop.data.image_chat import has_images
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_files import DataFiles
@@ -137,7 +137,8 @@ def tokenized_once(
     for index in range(len(samples)):
         found = without_images(config, read_pair if pairs else read_conversation, samples[index])
         for chat in found if isinstance(found, tuple) else (found,):
-            digest.update(hashlib.sha256(f"{chat.to_json()}{chat.is_text_pair}".encode()).digest())
+            digest.update(hashlib.sha256(chat.to_json().encode()).digest())
+        digest.update(str(read_margin(samples[index]) if pairs else "").encode())
     folder = config.run.folder / "tokens" / f"{'pairs' if pairs else 'chats'}-{digest.hexdigest()[:16]}"
     chats = (samples[index] for index in range(len(samples)))
     return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, pairs=pairs, **options))

@@ -74,11 +74,13 @@ def _tokenized(samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer
 class _PairRows:
     """Pairs of a token file: `input_ids` and `labels` of both answers, the chosen one first, int64 [n] each.
 
-    Labels are shifted, and -100 outside of the answer. A scored answer has its last token among its inputs.
+    Labels are shifted, and -100 outside of the answer. A scored answer has its last token among its inputs, and the
+    margin of its pair as `margins`, float32 [], if the file has margins.
     """
 
     def __init__(self, file: TokenFile, *, is_scored: bool) -> None:
         self._file, self._is_scored = file, is_scored
+        self._margins: Any = file.about.get("margins") if is_scored else None
 
     def __len__(self) -> int:
         return len(self._file) // 2
@@ -91,15 +93,23 @@ class _PairRows:
         tokens, mask = document["tokens"], document["mask"]
         labels = tokens[1:].masked_fill(~mask[1:], IGNORED_LABEL)
         if self._is_scored:
-            return {"input_ids": tokens, "labels": torch.cat((labels, labels.new_full((1,), IGNORED_LABEL)))}
+            row = {"input_ids": tokens, "labels": torch.cat((labels, labels.new_full((1,), IGNORED_LABEL)))}
+            return row if self._margins is None else {**row, "margins": torch.tensor(self._margins[number // 2])}
         return {"input_ids": tokens[:-1], "labels": labels}
 
     def contents_digest(self) -> JsonValue:
         """Return the contents of the token file."""
-        return contents_of(self._file)
+        contents = contents_of(self._file)
+        return contents if self._margins is None else [contents, self._margins]
 
 
 def _pad_pairs(pairs: list[list[dict[str, Tensor]]], *, padding: int) -> dict[str, Tensor]:
-    """Pad all answers to the longest one: `input_ids`, `labels` and `attention_mask` [P, 2, L], 0 for padding."""
+    """Pad all answers to the longest one: `input_ids`, `labels` and `attention_mask` [P, 2, L], 0 for padding.
+
+    `margins` are [P].
+    """
     rows = pad_rows([row for pair in pairs for row in pair], padding=padding)
-    return {name: values.unflatten(0, (len(pairs), 2)) for name, values in rows.items()}
+    batch = {name: values.unflatten(0, (len(pairs), 2)) for name, values in rows.items()}
+    if "margins" in pairs[0][0]:
+        batch["margins"] = torch.stack([pair[0]["margins"] for pair in pairs])
+    return batch

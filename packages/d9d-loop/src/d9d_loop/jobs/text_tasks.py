@@ -34,7 +34,8 @@ PER_TOKEN = frozenset(("input_ids", "attention_mask", "position_ids", "labels", 
 POSITIONS = "label_positions"
 """Entry of a batch with the positions [..., B, K] at which the model computes logits; see `label_positions`."""
 
-_NOT_INPUTS = {"labels", POSITIONS, "num_skipped", "kept", "reference_log_probs", "cp", IMAGE_BYTES, "image_scale"}
+_OF_TASKS = ("labels", POSITIONS, "num_skipped", "kept", "reference_log_probs", "cp", "margins")
+_NOT_INPUTS = {*_OF_TASKS, IMAGE_BYTES, "image_scale"}
 
 
 def label_positions(labels: Tensor, count: int | None = None) -> Tensor:
@@ -298,7 +299,8 @@ class Prefer(_LabelTask):
 class Reward(Task):
     """Reward model: the Bradley-Terry loss of pairs, for a classifier of one class.
 
-    The batch has `input_ids`, `attention_mask` and `labels` [P, 2, L], the chosen answer first. The metrics are
+    The batch has `input_ids`, `attention_mask` and `labels` [P, 2, L], the chosen answer first, and may have `margins`
+    [P], by which the loss expects the reward of the chosen answer to be higher. The metrics are
     `reward_margin`, the mean difference of the rewards, and `reward_accuracy`, the share of pairs in which it is
     positive.
     """
@@ -316,7 +318,9 @@ class Reward(Task):
         """Return the summed losses of the pairs."""
         rewards_P2 = _rewards(outputs, batch)
         documents = torch.arange(2, device=rewards_P2.device).expand_as(rewards_P2)
-        return self._loss(rewards_P2, position_ids_BL=torch.zeros_like(documents), document_ids_BL=documents)
+        margins = batch["margins"][:, None].expand_as(rewards_P2) if "margins" in batch else None
+        positions = torch.zeros_like(documents)
+        return self._loss(rewards_P2, position_ids_BL=positions, document_ids_BL=documents, margins_BL=margins)
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the reward margin and accuracy."""

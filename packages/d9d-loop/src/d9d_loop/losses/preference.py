@@ -178,7 +178,7 @@ class RewardLoss:
 
     Attributes:
         centering: Coefficient $c$; 0.01 is common.
-        margin: Margin $m$ ("Llama 2", arXiv:2307.09288, equation 2).
+        margin: Margin $m$ ("Llama 2", arXiv:2307.09288, equation 2), to which a pair may add its own.
 
     Raises:
         UserError: If `centering` is negative, or a value is not finite.
@@ -193,19 +193,26 @@ class RewardLoss:
             raise UserError(f"centering = {self.centering}; expected 0 or more, such as 0.01.")
 
     def __call__(
-        self, scores_BL: Tensor, *, position_ids_BL: Tensor, document_ids_BL: Tensor, cp: DeviceMesh | None = None
+        self,
+        scores_BL: Tensor,
+        *,
+        position_ids_BL: Tensor,
+        document_ids_BL: Tensor,
+        margins_BL: Tensor | None = None,
+        cp: DeviceMesh | None = None,
     ) -> Loss:
         """Compute the sum over the pairs of packed rows; its weight is the number of pairs.
 
         The reward of an answer is the score of its last position. Documents 2p and 2p + 1 of a row are the chosen and
         the rejected answer of pair p, as in `PairStream`. Collectives with `cp`: one all-reduce of maxima, and those of
-        a call of `sum_per_document`.
+        a call of `sum_per_document`; `margins_BL` doubles them.
 
         Args:
             scores_BL: Score of each position [B, L].
             position_ids_BL: Position [B, L], int64, ascending within each document; it may restart in each document or
                 count over the row.
             document_ids_BL: Document id of each position [B, L].
+            margins_BL: Margin of the pair of each position [B, L], in addition to `margin`; None for 0.
             cp: See `sum_per_document`.
         """
         rewards_BN, has_tokens_BN = last_scores(
@@ -215,7 +222,13 @@ class RewardLoss:
         is_pair_BP = has_chosen_BP & has_rejected_BP
         # torch.where instead of a product, because scores of other documents, such as padding, may be infinite.
         chosen_BP, rejected_BP = (torch.where(is_pair_BP, each, 0.0) for each in (chosen_BP, rejected_BP))
-        losses_BP = -F.logsigmoid(chosen_BP - rejected_BP - self.margin)
+        margin_BP: Tensor | float = self.margin
+        if margins_BL is not None:
+            of_pairs_BN, _ = last_scores(
+                margins_BL, position_ids_BL=position_ids_BL, document_ids_BL=document_ids_BL, cp=cp
+            )
+            margin_BP = self.margin + take_pairs(of_pairs_BN)[0]
+        losses_BP = -F.logsigmoid(chosen_BP - rejected_BP - margin_BP)
         if self.centering:
             losses_BP = losses_BP + self.centering * (chosen_BP + rejected_BP).square()
         num_ranks = num_replicas(cp)

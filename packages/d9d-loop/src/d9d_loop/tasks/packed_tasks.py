@@ -183,7 +183,7 @@ class RewardTask(PackedTask):
     """Bradley-Terry loss of packed pairs, for a model that returns a score of each position, [B, L] or [B, L, 1].
 
     A batch has the rows of a packed `PairStream` with `with_last_token`. The reward of an answer is the score of its
-    last position.
+    last position. `margins` [B, L] have the margin of the pair of each position; without them, it is that of the loss.
     """
 
     weight_unit = "pairs"
@@ -218,6 +218,7 @@ class RewardTask(PackedTask):
             outputs.view(expected),
             position_ids_BL=batch["position_ids"],
             document_ids_BL=batch["documents"],
+            margins_BL=batch.get("margins"),
             cp=batch.get("cp"),
         )
 
