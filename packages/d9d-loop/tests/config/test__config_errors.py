@@ -262,6 +262,21 @@ def test_each_name_of_another_trainer_suggests_a_key_that_exists() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("modules_to_save", "; did you mean adapter.full?"),
+        ("use_dora", "; did you mean adapter.kind?"),
+        *((key, "; [adapter] has alpha, base,") for key in ("use_rslora", "rank_pattern", "bias", "init_lora_weights")),
+    ],
+)
+def test_names_of_peft_suggest_only_keys_of_that_meaning(key: str, advice: str) -> None:
+    (problem,) = _problems(
+        TextJobConfig, {"job": "sft", **JOB, "model": {"folder": "a"}, "adapter": {key: 1}, "dataset": {"files": ["a"]}}
+    )
+    assert f"adapter.{key} is not a configuration key{advice}" in problem
+
+
+@pytest.mark.parametrize(
     ("name", "ours"),
     [
         ("lr", "optimizer.learning_rate"),

@@ -564,7 +564,4 @@ def _turn(role: str, content: str) -> list[dict[str, str]]:
 
 def _without_prompts() -> list[dict[str, Any]]:
     """Return pairs as whole texts, as in hh-rlhf."""
-    return [
-        {key: f"\n\nHuman: {each['prompt']}\n\nAssistant: {each[key]}" for key in ("chosen", "rejected")}
-        for each in PAIRS
-    ]
+    return [{key: f"Q: {each['prompt']} A: {each[key]}" for key in ("chosen", "rejected")} for each in PAIRS]

@@ -584,6 +584,30 @@ def test_a_broken_model_folder_is_refused(job: str, name: str, message: str, fol
         text_trainer(_config(folder, tmp_path, job, model={"folder": model}))
 
 
+def test_a_folder_of_adapters_is_no_model(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "model", tmp_path / "adapters")
+    for path in (tmp_path / "adapters").glob("model*.safetensors"):
+        path.rename(path.with_name("adapter_model.safetensors"))
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"model\.folder = .*adapters has adapters; expected a model\. Set it to the export"
+    ):
+        text_trainer(_config(folder, tmp_path, "sft", model={"folder": tmp_path / "adapters"}))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("torch_dtype", r"torch_dtype is not an entry of config\.json\. Set model\.dtype"),
+        ("revision", r"revision is not an entry of config\.json\. Download this revision"),
+        ("trust_remote_code", r"trust_remote_code is not an entry of config\.json\. Remove it"),
+    ],
+)
+def test_arguments_of_from_pretrained_are_no_entries_of_a_model(entry: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TextJobConfig.model_validate({"job": "sft", "model": {"folder": "a", entry: "main"}})
+
+
 @pytest.mark.full
 def test_a_packed_job_with_a_quantized_base_runs_from_its_file_on_one_and_two_ranks(
     folder: Path, tmp_path: Path

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from d9d_loop.config._config_keys import Place, all_keys, locate, sections_of
-from d9d_loop.config._other_trainers import OTHER_NAMES
+from d9d_loop.config._other_trainers import OTHER_NAMES, WITHOUT_OURS
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
@@ -51,12 +51,14 @@ def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list
 
     The suggestion is our key for a name of another trainer, or the most similar key of the same section. If no key is
     similar, all keys of this name in other sections are suggested, or else the most similar full name. There is no
-    suggestion if another kind of the section has the key.
+    suggestion if another kind of the section has the key, or we have no key for a name of another trainer.
     """
     section, dot, key = name.rpartition(".")
     ours = OTHER_NAMES.get(key.lower().replace("-", "_"))
     if ours is not None and ours != name and any(other.name == ours for other in all_keys(model)):
         return [ours]
+    if key in WITHOUT_OURS:
+        return []
     if close := difflib.get_close_matches(key, siblings, n=1):
         return [f"{section}{dot}{close[0]}"]
     known = list(dict.fromkeys(other.name for other in all_keys(model) if not sections_of(other.annotation)))

@@ -33,6 +33,14 @@ OWN_JOBS = tuple(job for job in PACKED_JOBS if job != "vision")
 OnBroken: TypeAlias = Literal["refuse", "drop"]
 """Treatment of a sample whose image does not exist or cannot be decoded: an error, or the sample is skipped."""
 
+_OF_LOADING = {
+    "torch_dtype": "Set model.dtype",
+    "revision": "Download this revision, and set model.folder",
+    "subfolder": "Set model.folder to this folder",
+    "trust_remote_code": "Remove it: a job runs no code of a folder",
+}
+"""Arguments of `from_pretrained` that are no entries of `config.json`, and what to do instead."""
+
 ALL_LINEAR = "all-linear"
 """Value of `adapter.target` for all linear layers except those of a head."""
 
@@ -65,6 +73,9 @@ class LanguageModelConfig(Section):
     def _has_one_source(self) -> Self:
         if (self.folder is None) == (self.family is None):
             raise ValueError("expected either folder (released weights) or family (a new model)")
+        for name, remedy in _OF_LOADING.items():
+            if name in (self.__pydantic_extra__ or {}):
+                raise ValueError(f"{name} is not an entry of config.json. {remedy}")
         return self
 
     @property

@@ -86,6 +86,15 @@ def _check_folders(config: TextJobConfig) -> None:
     folder = config.model.folder
     if folder is not None and not folder.is_dir():
         raise UserError(f"model.folder = {folder} is a file; expected its folder, with config.json.")
+    if (
+        folder is not None
+        and (folder / "adapter_config.json").is_file()
+        and not list(folder.glob("model*.safetensors"))
+    ):
+        raise UserError(
+            f"model.folder = {folder} has adapters; expected a model. Set it to the export of the job that trained "
+            "them, or to the model that d9d-export writes from them."
+        )
     if folder is not None and not config.has_own_model:
         read_config(folder, auto_class(config.job), {})
 
