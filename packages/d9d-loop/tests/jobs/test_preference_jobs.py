@@ -230,6 +230,15 @@ def test_the_reference_of_adapters_is_the_model_without_them(folder: Path, tmp_p
     assert abs(found - 0.6931471805599453) > 1e-4
 
 
+def test_peft_finds_the_class_of_the_model_of_adapters(folder: Path, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    run = _train(_config(folder, tmp_path, "dpo", steps=1, adapter=AdapterConfig(rank=2)))
+    found = peft.AutoPeftModelForCausalLM.from_pretrained(run / "adapters").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(run / "export").eval()
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(found(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_adapters_without_their_package_are_an_error_before_the_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

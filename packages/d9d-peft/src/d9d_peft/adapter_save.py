@@ -33,6 +33,7 @@ def save_adapters(
     *,
     adapter: str = DEFAULT_ADAPTER,
     base_model: str | None = None,
+    task_type: str | None = None,
 ) -> None:
     """Save the trained tensors of a model in the layout of Hugging Face `peft`. Collective over the job.
 
@@ -48,6 +49,7 @@ def save_adapters(
         ctx: Distributed context; `None` for a single process.
         adapter: Name of the adapters, as passed to `inject`. The files do not contain the name.
         base_model: Name or folder of the base model, for `base_model_name_or_path` of the files.
+        task_type: Task of peft, such as `CAUSAL_LM`, by which its auto classes choose the class of the model.
 
     Raises:
         UserError: On all ranks, if the model has no adapters of this name, or both LoRA and DoRA adapters. Also if a
@@ -66,7 +68,8 @@ def save_adapters(
     problem = None
     if ctx is None or ctx.is_main_process:
         try:
-            _write(Path(folder), parts, is_dora=is_dora, base_model=base_model)
+            names = {"base_model": base_model, "task_type": task_type}
+            _write(Path(folder), parts, is_dora=is_dora, names=names)
         except OSError as error:
             problem = f"writing the adapters failed: {error}."
     agree(problem, error=StateError, alone=ctx is None)
@@ -117,14 +120,16 @@ def _to_bytes(data: Tensor) -> bytes:
     return bytes(received)
 
 
-def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: bool, base_model: str | None) -> None:
+def _write(
+    folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: bool, names: dict[str, str | None]
+) -> None:
     tensors = {name: tensor for data, _ in parts for name, tensor in load(data).items()}
     layers, parameters = (
         {name: LowRank(**fields) for _, part in parts for name, fields in part[key].items()}
         for key in ("layers", "parameters")
     )
     modules = list(dict.fromkeys(name for _, part in parts for name in part["modules"]))
-    config = adapter_config(layers, parameters, modules, is_dora=is_dora, base_model=base_model)
+    config = adapter_config(layers, parameters, modules, is_dora=is_dora, **names)
     contents = {
         TENSORS_NAME: _serialize(tensors, {"format": "pt"}),
         CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),

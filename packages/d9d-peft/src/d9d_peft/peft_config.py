@@ -82,11 +82,12 @@ def adapter_config(
     *,
     is_dora: bool,
     base_model: str | None = None,
+    task_type: str | None = None,
 ) -> dict[str, object]:
     """Return the `adapter_config.json` of adapters; its `r` and `lora_alpha` are the most common values.
 
     `layers` and `parameters` ([experts, out, in]) hold rank and scale by name in the base checkpoint. `modules` are the
-    fully fine-tuned modules, `base_model` is the name or folder of the base.
+    fully fine-tuned modules, `base_model` is the name or folder of the base, `task_type` as in `save_adapters`.
     """
     low_ranks = {**layers, **parameters}
     is_stabilized = all(low_rank.rank_stabilized for low_rank in low_ranks.values())
@@ -101,7 +102,7 @@ def adapter_config(
     dropout = 0.0 if parameters else _most_common(low_rank.dropout for low_rank in layers.values())
     return {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": task_type,
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "target_modules": list(layers),

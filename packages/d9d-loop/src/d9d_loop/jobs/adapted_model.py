@@ -33,7 +33,7 @@ class AdaptedModel(ModelProvider):
     late_init = False
     is_exported_by_handler = True
 
-    def __init__(self, base: ModelProvider, adapter: AdapterConfig) -> None:
+    def __init__(self, base: ModelProvider, adapter: AdapterConfig, *, task_type: str | None = None) -> None:
         try:
             import d9d_peft  # noqa: PLC0415 - an extra
         except ModuleNotFoundError:
@@ -43,6 +43,7 @@ class AdaptedModel(ModelProvider):
             ) from None
         self._peft: Any = d9d_peft
         self._base, self._adapter, self.virtual_layers = base, adapter, base.virtual_layers
+        self._task_type = task_type
         self._target, self._tuned, self._tied, self._summary = "", frozenset[str](), list[str](), ""
 
     @property
@@ -127,7 +128,8 @@ class AdaptedModel(ModelProvider):
         """
         folder, model, ctx = done.result.run_dir, done.model, done.ctx
         base = None if source is None else str(source.resolve())
-        self._peft.save_adapters(model, folder / "adapters", self._file_mapper, ctx, base_model=base)
+        names = {"base_model": base, "task_type": self._task_type}
+        self._peft.save_adapters(model, folder / "adapters", self._file_mapper, ctx, **names)
         if ctx.is_main_process:  # the configuration of the adapted model: its classes, for example
             for name, content in self.export_files().items():
                 (folder / "adapters" / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

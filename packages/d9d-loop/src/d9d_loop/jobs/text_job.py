@@ -48,7 +48,8 @@ def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     data, task, model = _parts(config, of_model, notes.append, reads_data=reads_data)
     if isinstance(task, NextToken | Prefer):
         task.label_logits = takes_positions(model)
-    adapted = AdaptedModel(model, config.adapter) if config.adapter is not None else None
+    task_type = "CAUSAL_LM" if of_model.job in ("sft", "pretrain", "dpo") else None
+    adapted = None if config.adapter is None else AdaptedModel(model, config.adapter, task_type=task_type)
     compute = config.compute_metrics
     trainer = Trainer(
         config,

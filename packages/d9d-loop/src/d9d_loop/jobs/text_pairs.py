@@ -104,10 +104,7 @@ class _PairRows:
 
 
 def _pad_pairs(pairs: list[list[dict[str, Tensor]]], *, padding: int) -> dict[str, Tensor]:
-    """Pad all answers to the longest one: `input_ids`, `labels` and `attention_mask` [P, 2, L], 0 for padding.
-
-    `margins` are [P].
-    """
+    """Pad answers to the longest: `input_ids`, `labels`, `attention_mask` [P, 2, L], 0 for padding; `margins` [P]."""
     rows = pad_rows([row for pair in pairs for row in pair], padding=padding)
     batch = {name: values.unflatten(0, (len(pairs), 2)) for name, values in rows.items()}
     if "margins" in pairs[0][0]:
