@@ -213,6 +213,33 @@ def test_context_parallelism_and_pipelines_are_rehearsed(
             rehearse(plan)
 
 
+class _WholeMask(_Tokens):
+    """Passes masks [B, 1, L, L] of whole rows, as models of `transformers` take them."""
+
+    def inputs(self, batch: Any) -> Inputs:
+        return Inputs(batch["ids_BL"], attention_mask=batch["mask"])
+
+    def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
+        return {**super().split_sequence({"ids_BL": batch["ids_BL"]}, split), "mask": batch["mask"]}
+
+
+class _Attention(nn.Module):
+    def __init__(self, stage: StageInfo) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+
+    def forward(self, ids_BL: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.embed(ids_BL)[:, None]
+        return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=attention_mask)
+
+
+def test_masks_of_whole_rows_are_rehearsed_under_context_parallelism(tmp_path: Path) -> None:
+    values = {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}, "mesh": {"context_parallel_shard": 2}}
+    sample = {"ids_BL": torch.zeros(8, dtype=torch.int64), "mask": torch.ones(1, 8, 8, dtype=torch.bool).tril()}
+    trainer = Trainer(TrainerConfig.model_validate(values), model=_Attention, data=[sample] * 4, task=_WholeMask())
+    rehearse(trainer.plan_for(Launch(world_size=2)))
+
+
 class _Squeezed(_Labeled):
     """`squeeze` also removes the batch dim of one sample."""
 

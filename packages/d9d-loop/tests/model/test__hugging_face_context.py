@@ -70,15 +70,24 @@ class _ShiftsInShards(_NextToken):
         return {**part, "labels": torch.where(part["labels"] == -100, -100, part["input_ids"].roll(-1, 1))}
 
 
+def _documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the ids and the labels of each document alone."""
+    found = []
+    for sample in _samples():
+        end = int(sample["position_ids"].diff().argmin()) + 1
+        for part in (slice(0, end), slice(end, None)):
+            found.append((sample["input_ids"][part], sample["labels"][part]))
+    return found
+
+
 def _plain(folder: Path) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     import transformers
 
     model: Any = transformers.Gemma3ForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    batch = {key: torch.stack([sample[key] for sample in _samples()]) for key in _samples()[0]}
+    num_labels = sum((sample["labels"] != -100).sum() for sample in _samples())
     losses, gradients = [], []
     for _ in range(2):
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        loss = _loss(logits, batch["labels"]) / (batch["labels"] != -100).sum()
+        loss = sum(_loss(model(input_ids=ids[None]).logits, labels[None]) for ids, labels in _documents()) / num_labels
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())
@@ -119,13 +128,15 @@ def _train(folder: str, mesh: Mapping[str, int], task: type[Task]) -> dict[str, 
 @pytest.mark.parametrize(
     "mesh",
     [
+        {},
         {"context_parallel_shard": 2},
+        pytest.param({"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param({"context_parallel_shard": 2, "pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param({"context_parallel_replicate": 2, "data_parallel_shard": 2}, marks=pytest.mark.full),
     ],
-    ids=["cp", "cp-pp", "cp-dp"],
+    ids=["one", "cp", "tp", "cp-pp", "cp-dp"],
 )
-def test_packed_documents_train_on_parts_of_rows_as_in_a_plain_loop(mesh: dict[str, int], tmp_path: Path) -> None:
+def test_packed_documents_train_in_each_layout_as_alone_in_a_plain_loop(mesh: dict[str, int], tmp_path: Path) -> None:
     _save(tmp_path / "model")
     losses, gradients = _plain(tmp_path / "model")
     ranks = run_ranks(_train, str(tmp_path), mesh, _NextToken, world_size=prod(mesh.values()))
@@ -211,6 +222,9 @@ _WRONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"_attn_implementation": "flex_attention"}, {}),
     ({}, {"inputs_embeds": torch.zeros(1, 4, 16)}),
     ({}, {"input_ids": _IDS, "labels": _IDS}),
+    ({}, {"input_ids": _IDS, "logits_to_keep": 2}),
+    ({}, {"input_ids": _IDS, "logits_to_keep": torch.tensor([7])}),
+    ({}, {"input_ids": _IDS, "cache_position": torch.arange(4)}),
 ]
 
 
@@ -219,7 +233,8 @@ def test_what_parts_of_rows_do_not_support_is_an_error(tmp_path: Path) -> None:
     for messages in run_ranks(_messages, str(tmp_path), world_size=2):
         assert messages[0].startswith("the model has attn_implementation = 'flex_attention' on several")
         assert messages[1].startswith("got no keyword argument input_ids on several context-parallel ranks")
-        assert messages[2].startswith("got labels for Gemma3ForCausalLM on several context-parallel ranks")
+        for name, message in zip(("labels", *["logits_to_keep"] * 2, "cache_position"), messages[2:], strict=True):
+            assert message.startswith(f"got {name} for Gemma3ForCausalLM on several context-parallel ranks")
 
 
 @pytest.mark.parametrize(

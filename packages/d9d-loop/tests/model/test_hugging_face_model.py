@@ -319,6 +319,20 @@ def test_without_weights_a_model_has_the_initialization_of_transformers(tmp_path
     assert_trees_close(_tensors(model), _tensors(expected), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("by", ["configuration", "folder"])
+def test_training_keeps_no_cache_and_an_export_keeps_the_setting_of_the_folder(tmp_path: Path, by: str) -> None:
+    import transformers
+
+    folder = CASES["qwen3"].save(tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    provider = hugging_face_model(config if by == "configuration" else folder)
+    for _ in range(2):  # a second model has the settings of the first
+        model: Any = _build(provider)
+        assert not model.config.use_cache
+        assert provider.export_files()["config.json"]["use_cache"] is True
+    assert config.use_cache is True
+
+
 def _groups(folder: str) -> set[str]:
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         provider = hugging_face_model(folder)

@@ -98,7 +98,7 @@ class _Rehearsal:
         self._first_batch: Any = None  # whole rows
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         mesh = plan.model.mesh
-        num_parts = mesh.context_parallel_shard * mesh.context_parallel_replicate
+        self._num_parts = num_parts = mesh.context_parallel_shard * mesh.context_parallel_replicate
         self._multiple = row_multiple(num_parts, mesh.tensor_parallel)
         self._split: Any = ContextSplit(_FirstRank(num_parts)) if num_parts > 1 else None  # ty: ignore[invalid-argument-type] - no process group
 
@@ -205,6 +205,9 @@ class _Rehearsal:
                 f'{self._signature()}, or Inputs. Name each argument: return {{"{first}": ...}}.'
             )
         inputs = to_inputs(given)
+        if self._split is not None and "attention_mask" in inputs.shared:
+            mask = pytree.tree_map_only(Tensor, self._part_of_mask, inputs.shared["attention_mask"])
+            inputs = Inputs(*inputs.first, **{**inputs.shared, "attention_mask": mask})
         self._check_arguments(inputs)
         in_place = InPlaceCheck(self._model)
         with in_place:
@@ -229,6 +232,13 @@ class _Rehearsal:
             value = _call(f"compute() of the metric {name}", metric.compute)
             dict(named_tensors({name: value}))
         return outputs
+
+    def _part_of_mask(self, mask: Tensor) -> Tensor:
+        """Return the part of a mask [B, H, L, L], which tasks do not split, for the model, which is not split here."""
+        if mask.dim() < 4 or mask.shape[-1] != mask.shape[-2]:
+            return mask
+        part = mask.shape[-1] // self._num_parts
+        return mask[..., :part, :part]
 
     def _check_arguments(self, inputs: Inputs) -> None:
         try:

@@ -139,14 +139,15 @@ def find_blocks(model: Any, *, axis: str) -> tuple[Any, str]:
 def on_meta(model: Any) -> Any:
     """Return a copy of a model on `meta`, without parameters to train and without a cache."""
     model = meta_copy(model).requires_grad_(requires_grad=False)
-    without_cache(model.config)
+    without_cache(model)
     return model
 
 
-def without_cache(config: Any) -> None:
-    """Let a model keep no keys and values, which stages would not exchange."""
-    for each in (config, config.get_text_config()):
-        each.use_cache = False
+def without_cache(model: nn.Module) -> None:
+    """Let a model keep no keys and values. With a cache, `transformers` would ignore the documents of packed rows."""
+    for module in model.modules():
+        if hasattr(config := getattr(module, "config", None), "use_cache"):
+            config.use_cache = False
 
 
 def _forward_or_pass(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

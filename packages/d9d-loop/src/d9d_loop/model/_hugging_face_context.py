@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from d9d_dist import ContextSplit, UserError, sdpa_attention
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
-from d9d_loop.model._block_trace import tensors_in, without_cache
+from d9d_loop.model._block_trace import tensors_in
 from d9d_loop.model._context_trace import Dims, trace_context, with_value
 
 IMAGE_MODELS = frozenset((
@@ -25,6 +25,11 @@ IMAGE_MODELS = frozenset((
     *("qwen3_vl_moe", "smolvlm"),
 ))  # fmt: skip
 """Values of `model_type` whose parts of rows, and samples of a packed row, are compared with single samples."""
+
+_OF_WHOLE_ROWS = frozenset((
+    *("labels", "logits_to_keep", "num_logits_to_keep", "start_positions", "end_positions", "cache_position"),
+    "past_key_values",
+))  # fmt: skip
 
 
 def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
@@ -61,7 +66,6 @@ def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
             module.register_forward_pre_hook(parts.split_features, with_kwargs=True, prepend=True)
     for splits, block in zip(trace.splits, blocks, strict=False):  # the planner drops repeated blocks
         block.register_forward_pre_hook(partial(parts.split, splits), with_kwargs=True)
-    without_cache(model.config)
     model.forward = _RowsForward(model, split, parts)
     return {name: rows.reason for name, rows in trace.whole.items()}
 
@@ -163,6 +167,11 @@ class _Parts:
         return self._parts[key][1]
 
 
+def _keeps_all_or_of_rows(kept: Any) -> bool:
+    """Return True if `logits_to_keep` has positions [B, K] of a rank's part, or is the default, which keeps all."""
+    return kept.dim() > 1 if isinstance(kept, Tensor) else kept == 0
+
+
 def _parameters(model: Any, method: str) -> frozenset[str]:
     """Return the names of the parameters of a method of the model without head; none without the method."""
     found = getattr(model.base_model, method, None)
@@ -190,11 +199,14 @@ class _RowsForward:
                 f"got no keyword argument {self._name} on several context-parallel ranks; expected the tokens of this "
                 f"rank. Return {{{self._name!r}: ...}} from the task's inputs."
             )
-        if shared.get("labels") is not None:
-            raise UserError(
-                f"got labels for {self._model_name} on several context-parallel ranks, which shifts them inside of a "
-                "rank's part; expected labels that are shifted before the split. Compute the loss in the task."
-            )
+        for name in _OF_WHOLE_ROWS & shared.keys():
+            value = shared[name]
+            if value is not None and not (name.endswith("logits_to_keep") and _keeps_all_or_of_rows(value)):
+                raise UserError(
+                    f"got {name} for {self._model_name} on several context-parallel ranks, which reads it for a rank's "
+                    "part of a row; expected arguments that are shifted and split in the task. Compute the loss in the "
+                    f"task, and remove {name} from its inputs."
+                )
         if found := sorted(self._not_compared & {name for name, value in shared.items() if value is not None}):
             raise UserError(
                 f"got {found[0]} for {self._model_name} on several context-parallel ranks; expected texts only, or "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from d9d_dist import StageInfo, UserError
-from d9d_loop.model._block_trace import BlockTrace, Hidden, Path, without_cache
+from d9d_loop.model._block_trace import BlockTrace, Hidden, Path
 
 _OWN = frozenset(vars(nn.Module()))
 
@@ -59,7 +59,6 @@ def cut_stage(model: Any, trace: BlockTrace, stage: StageInfo, *, virtual_layers
     decoder = model.get_submodule(trace.blocks.rpartition(".")[0])
     if "deepstack_visual_embeds" in signature(decoder.forward).parameters:
         decoder.register_forward_pre_hook(flow.exchange_features, with_kwargs=True)
-    without_cache(model.config)
     model.forward = _StageForward(model, flow)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp, parallelize_tensor
 from d9d_dist.install_hint import install_hint
 from d9d_loop._hugging_face_tensor_plan import tensor_plan
-from d9d_loop.model._block_trace import BlockTrace, trace_blocks
+from d9d_loop.model._block_trace import BlockTrace, trace_blocks, without_cache
 from d9d_loop.model._hugging_face_context import split_rows
 from d9d_loop.model._hugging_face_experts import check_experts
 from d9d_loop.model._hugging_face_heads import Accepted
@@ -143,7 +143,8 @@ class _HuggingFaceModel(ModelProvider):
 
     def build(self, stage: StageInfo) -> nn.Module:
         model = self._build_whole() if self.folder is None else self._build_for(self.folder)
-        config = deepcopy(model.config)
+        config = deepcopy(model.config)  # of the export
+        without_cache(model)
         if stage.count > 1:
             self.trace = self.trace or trace_blocks(model)
             self.virtual_layers = self.trace.virtual_layers(self.virtual_layers, stage.count)
@@ -224,7 +225,7 @@ class _HuggingFaceModel(ModelProvider):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype or self.config.dtype or before)
         try:
-            return self.model_class(self.config)
+            return self.model_class(deepcopy(self.config))
         finally:
             torch.set_default_dtype(before)
 
