@@ -294,8 +294,10 @@ def test_parameters_without_a_gradient_are_named_once(tmp_path: Path, capsys: py
 
 
 def test_active_dropout_beside_a_reference_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for probability, expected in ((0.5, 1), (0.0, 0)):
-        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(probability), nn.Linear(8, 2))
+    attention: Any = nn.Tanh()
+    attention.attention_dropout = 0.5  # as models of transformers, which drop in functions
+    for layer, expected in ((nn.Dropout(0.5), 1), (nn.Dropout(0.0), 0), (attention, 1)):
+        model = nn.Sequential(nn.Linear(3, 8), layer, nn.Linear(8, 2))
         options: Any = {"model": lambda stage, model=model: model, "task": TASK, "reference": "initial"}
         with Engine.open(config_of(tmp_path), **options) as engine:
             for _ in range(2):

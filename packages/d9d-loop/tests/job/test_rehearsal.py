@@ -234,7 +234,12 @@ class _Attention(nn.Module):
 
 
 def test_masks_of_whole_rows_are_rehearsed_under_context_parallelism(tmp_path: Path) -> None:
-    values = {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": tmp_path}, "mesh": {"context_parallel_shard": 2}}
+    values = {
+        "steps": 1,
+        "batch": {"global_size": 4},
+        "run": {"folder": tmp_path},
+        "mesh": {"context_parallel_shard": 2},
+    }
     sample = {"ids_BL": torch.zeros(8, dtype=torch.int64), "mask": torch.ones(1, 8, 8, dtype=torch.bool).tril()}
     trainer = Trainer(TrainerConfig.model_validate(values), model=_Attention, data=[sample] * 4, task=_WholeMask())
     rehearse(trainer.plan_for(Launch(world_size=2)))

@@ -186,6 +186,16 @@ def test_dpo_on_two_ranks_equals_a_plain_loop(
     _assert_close(_losses(tmp_path / "dpo"), *plain)
 
 
+def test_dpo_trains_without_dropout(folder: Path, tmp_path: Path, plain: tuple[list[float], list[float]]) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    path = copied / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))
+    _assert_close(_losses(_train(_config(copied, tmp_path, "dpo"))), *plain)
+    exported = json.loads((tmp_path / "dpo" / "export" / "config.json").read_text())
+    assert exported["attention_dropout"] == 0.5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "model"), [("dpo", "model"), ("reward", "scorer")])
 def test_pairs_in_two_stages_have_the_losses_of_one_process(job: str, model: str, folder: Path, tmp_path: Path) -> None:
@@ -204,10 +214,11 @@ def test_a_resumed_job_compares_with_the_initial_weights(
     _assert_close([each["loss"] for each in found], *plain)
 
 
-def test_the_reference_of_adapters_is_the_model_without_them(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [None, r"norm\.weight"], ids=["adapters", "and norms in full"])
+def test_the_reference_of_adapters_is_the_model_without_them(folder: Path, tmp_path: Path, full: str | None) -> None:
     peft = pytest.importorskip("peft")
     pytest.importorskip("d9d_peft")
-    adapter = {"rank": 4, "alpha": 8.0, "target": "q_proj"}
+    adapter = {"rank": 4, "alpha": 8.0, "target": "q_proj", "full": full}
     run = _train(_config(folder, tmp_path, "dpo", adapter=adapter, checkpoint={"every": 1, "keep_last": 9}))
     trainer = text_trainer(_config(folder, tmp_path, "dpo", adapter=adapter))
     trainer.export(tmp_path / "first", step=1)

@@ -501,6 +501,9 @@ def test_the_export_of_a_bidirectional_decoder_has_bidirectional_attention(folde
     assert (early[0] - early[1]).abs().max() > 1e-3  # the first token sees the later ones
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20.0}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -529,6 +532,11 @@ def test_the_export_of_a_bidirectional_decoder_has_bidirectional_attention(folde
             {"model": {"family": "gpt2", "n_positions": 32}},
             r"dataset\.length = 48, but the model has 32 learned positions",
         ),
+        (
+            {"model": {"family": "llama", "max_position_embeddings": 32, "rope_parameters": DYNAMIC}},
+            r"dataset\.length = 48, .* rope_type = dynamic, .* at most max_position_embeddings = 32",
+        ),
+        ({"model": {"family": "llama", "rope_theta": 5.0}}, r"got rope_theta for LlamaConfig.* Set rope_parameters"),
         ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but the training data have \d+ samples"),
         ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
     ],

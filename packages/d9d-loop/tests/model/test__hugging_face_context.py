@@ -75,8 +75,8 @@ def _documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
     found = []
     for sample in _samples():
         end = int(sample["position_ids"].diff().argmin()) + 1
-        for part in (slice(0, end), slice(end, None)):
-            found.append((sample["input_ids"][part], sample["labels"][part]))
+        parts = (slice(0, end), slice(end, None))
+        found.extend((sample["input_ids"][part], sample["labels"][part]) for part in parts)
     return found
 
 
@@ -84,10 +84,11 @@ def _plain(folder: Path) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     import transformers
 
     model: Any = transformers.Gemma3ForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    num_labels = sum((sample["labels"] != -100).sum() for sample in _samples())
+    num_labels = torch.stack([sample["labels"] != -100 for sample in _samples()]).sum()
     losses, gradients = [], []
     for _ in range(2):
-        loss = sum(_loss(model(input_ids=ids[None]).logits, labels[None]) for ids, labels in _documents()) / num_labels
+        of_documents = [_loss(model(input_ids=ids[None]).logits, labels[None]) for ids, labels in _documents()]
+        loss = torch.stack(of_documents).sum() / num_labels
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())

@@ -325,12 +325,54 @@ def test_training_keeps_no_cache_and_an_export_keeps_the_setting_of_the_folder(t
 
     folder = CASES["qwen3"].save(tmp_path / "model")
     config = transformers.AutoConfig.from_pretrained(folder)
-    provider = hugging_face_model(config if by == "configuration" else folder)
+    provider: Any = hugging_face_model(config if by == "configuration" else folder)
     for _ in range(2):  # a second model has the settings of the first
         model: Any = _build(provider)
         assert not model.config.use_cache
         assert provider.export_files()["config.json"]["use_cache"] is True
     assert config.use_cache is True
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry"), [("GPT2", "resid_pdrop"), ("Qwen3", "attention_dropout")], ids=["modules", "attributes"]
+)
+def test_dropout_can_be_disabled_and_an_export_keeps_it(kind: str, entry: str) -> None:
+    import transformers
+
+    sizes: Any = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, entry: 0.5}
+    sizes |= {"intermediate_size": 24, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    expected = transformers.AutoModelForCausalLM
+    ids = torch.arange(8)[None]
+    for disable_dropout in (True, False):
+        provider: Any = hugging_face_model(config, expected, disable_dropout=disable_dropout)
+        model: Any = _build(provider)
+        plain: Any = expected.from_config(config).eval()
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(model(ids).logits, plain(ids).logits) == disable_dropout
+        assert provider.export_files()["config.json"][entry] == 0.5
+
+
+def test_dynamic_rope_is_an_error_for_rows_that_change_its_frequencies() -> None:
+    import transformers
+
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20.0}
+    sizes: Any = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=8, rope_parameters=rope)
+    model: Any = _build(hugging_face_model(config, transformers.AutoModelForCausalLM))
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(torch.arange(8)[None]).logits, plain(torch.arange(8)[None]).logits)
+    with pytest.raises(UserError, match=r"got a row of 9 positions, .* at most max_position_embeddings = 8\."):
+        model(torch.arange(9)[None])
+
+
+def test_older_entries_of_rope_are_an_error_that_names_the_new_one(tmp_path: Path) -> None:
+    folder = CASES["llama"].save(tmp_path / "model")
+    changes: list[tuple[str, Any]] = [("rope_scaling", {"rope_type": "linear", "factor": 4.0}), ("rope_theta", 5.0)]
+    for name, value in changes:
+        with pytest.raises(UserError, match=rf"got {name} for LlamaConfig.* Set rope_parameters"):
+            hugging_face_model(folder, **{name: value})
 
 
 def _groups(folder: str) -> set[str]:

@@ -64,7 +64,7 @@ class LowRankAdapter(Adapter, ABC):
 
     def __init__(self, weight: Tensor, low_rank: LowRank, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.low_rank = low_rank
+        self.low_rank, self.dropout = low_rank, low_rank.dropout
         if dtype is None:  # bfloat16 loses optimizer updates that are small relative to a parameter
             dtype = torch.float32 if weight.dtype.itemsize < torch.float32.itemsize else weight.dtype
         *groups, num_outputs, num_inputs = weight.shape

@@ -14,7 +14,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError
@@ -32,7 +31,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
-from d9d_loop.model.model_check import trains_batch_norm
+from d9d_loop.model.model_check import dropout_names, trains_batch_norm
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.ema import Ema
@@ -257,12 +256,12 @@ class Engine:
 
     def _warn_of_dropout(self) -> None:
         """Print once that the reference is computed without the dropout of the training forward."""
-        names = [name for name, module in self.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
-        active = [name for name in names if self.model.get_submodule(name).training]
+        active = [name for name, module in self.model.named_modules() if module.training and dropout_names(module)]
         if active and not self._has_warned and self.ctx.is_main_process:
             print(
                 f"d9d: {active[0]} drops values in forward_backward(), but not in score(), as for the reference: "
-                "ratios and KL terms include this noise. Set its probability to 0 for preference and policy losses."
+                "ratios and KL terms include this noise. Set its probability to 0 for preference and policy losses, "
+                "or pass disable_dropout=True to hugging_face_model."
             )
         self._has_warned = True
 

@@ -144,8 +144,10 @@ def _parts(
             "the configuration of the model has output_router_logits = true, but jobs with images have no balance loss "
             "of experts; expected false. Set it in config.json of the folder."
         )
-    own = config.has_own_model
-    return read, task, own_model(config, tokenizer) if own else transformers_model(of_model, tokenizer, entries)
+    if config.has_own_model:  # without dropout
+        return read, task, own_model(config, tokenizer)
+    disable_dropout = config.job in ("dpo", "reward")  # as TRL
+    return read, task, transformers_model(of_model, tokenizer, entries, disable_dropout=disable_dropout)
 
 
 def _preference_task(config: TextJobConfig, *, router_loss: float = 0.0, counts_skipped: bool = False) -> Task:
@@ -158,7 +160,8 @@ def _preference_task(config: TextJobConfig, *, router_loss: float = 0.0, counts_
 
 
 def _reference(config: TextJobConfig, adapted: AdaptedModel | None) -> Reference | None:
-    """Return the reference of a job: the model without its adapters, or a copy of the initial weights."""
+    """Return the reference of a job: the model without its adapters, or a copy of the initial trained weights."""
     if config.job != "dpo" or not (config.preference or PreferenceConfig()).reference:
         return None
-    return "initial" if adapted is None else adapted.without_adapters
+    full = None if config.adapter is None else config.adapter.full
+    return "initial" if adapted is None or full is not None else adapted.without_adapters

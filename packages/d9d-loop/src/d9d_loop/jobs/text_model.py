@@ -10,7 +10,7 @@ from torch import nn
 from d9d_dist import UserError
 from d9d_loop.data.text_tokenizer import TextTokenizer
 from d9d_loop.jobs.job_config import GENERATING_JOBS, JobKind, TextJobConfig
-from d9d_loop.model.hugging_face_model import hugging_face_model, read_config
+from d9d_loop.model.hugging_face_model import check_entries, hugging_face_model, read_config
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.model.pretrained_model import pretrained_model
 
@@ -19,7 +19,7 @@ _ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def transformers_model(
-    config: TextJobConfig, tokenizer: TextTokenizer, entries: Mapping[str, Any] | None = None
+    config: TextJobConfig, tokenizer: TextTokenizer, entries: Mapping[str, Any], *, disable_dropout: bool
 ) -> ModelProvider:
     """Return the provider of the `transformers` model of a job; `entries` change its configuration.
 
@@ -27,13 +27,14 @@ def transformers_model(
     classifies or embeds may start from a folder with another head.
     """
     chosen, auto = config.model, auto_class(config.job)
-    changes = {**chosen.entries, **(entries or {})}
+    changes = {**chosen.entries, **entries}
     if config.embedding is not None and config.embedding.attention == "bidirectional":
         changes = {"is_causal": False, **changes}
     found = model_config(config, tokenizer, changes)
     check_fit(config, found)
     check_vocabulary(tokenizer, found)
     options: dict[str, Any] = {
+        "disable_dropout": disable_dropout,
         "dtype": getattr(torch, chosen.dtype or "float32"),
         "keep_dtypes": chosen.dtype is None,
     }
@@ -146,6 +147,13 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
             f"{'' if limit == model_config.max_position_embeddings else ', without those up to the padding id'}); "
             "expected at most that many. Lower the length, or choose a model with rotary positions."
         )
+    text = model_config.get_text_config()
+    if "'dynamic'" in str(getattr(text, "rope_parameters", None)) and length > (limit := text.max_position_embeddings):
+        raise UserError(
+            f"dataset.length = {length}, but the model has rope_type = dynamic, whose frequencies follow the longest "
+            f"row so far; expected at most max_position_embeddings = {limit}. Lower the length, or "
+            "set model.rope_parameters with another rope_type, such as yarn."
+        )
 
 
 def check_vocabulary(tokenizer: TextTokenizer, model_config: Any) -> None:
@@ -192,6 +200,7 @@ def _new_config(config: TextJobConfig, tokenizer: TextTokenizer, entries: Mappin
     if family not in CONFIG_MAPPING:
         raise UserError(f"model.family = {family!r} is unknown; expected a model_type of transformers, such as qwen3.")
     defaults = AutoConfig.for_model(family)
+    check_entries(defaults, config.model.entries)
     known = {*defaults.to_dict(), *defaults.attribute_map}
     for name in (name for name in config.model.entries if not hasattr(defaults, name)):
         near = get_close_matches(name, known, n=1)

@@ -26,10 +26,7 @@ IMAGE_MODELS = frozenset((
 ))  # fmt: skip
 """Values of `model_type` whose parts of rows, and samples of a packed row, are compared with single samples."""
 
-_OF_WHOLE_ROWS = frozenset((
-    *("labels", "logits_to_keep", "num_logits_to_keep", "start_positions", "end_positions", "cache_position"),
-    "past_key_values",
-))  # fmt: skip
+_OF_WHOLE_ROWS = {"labels", "logits_to_keep", "start_positions", "end_positions", "cache_position", "past_key_values"}
 
 
 def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
@@ -167,11 +164,6 @@ class _Parts:
         return self._parts[key][1]
 
 
-def _keeps_all_or_of_rows(kept: Any) -> bool:
-    """Return True if `logits_to_keep` has positions [B, K] of a rank's part, or is the default, which keeps all."""
-    return kept.dim() > 1 if isinstance(kept, Tensor) else kept == 0
-
-
 def _parameters(model: Any, method: str) -> frozenset[str]:
     """Return the names of the parameters of a method of the model without head; none without the method."""
     found = getattr(model.base_model, method, None)
@@ -201,7 +193,9 @@ class _RowsForward:
             )
         for name in _OF_WHOLE_ROWS & shared.keys():
             value = shared[name]
-            if value is not None and not (name.endswith("logits_to_keep") and _keeps_all_or_of_rows(value)):
+            is_all = name == "logits_to_keep" and not isinstance(value, Tensor) and value == 0
+            is_of_part = name == "logits_to_keep" and isinstance(value, Tensor) and value.dim() > 1  # positions [B, K]
+            if value is not None and not is_all and not is_of_part:
                 raise UserError(
                     f"got {name} for {self._model_name} on several context-parallel ranks, which reads it for a rank's "
                     "part of a row; expected arguments that are shifted and split in the task. Compute the loss in the "

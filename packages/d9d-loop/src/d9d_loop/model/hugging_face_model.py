@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp, parallelize_tensor
 from d9d_dist.install_hint import install_hint
@@ -31,6 +31,7 @@ from d9d_loop.model._tower_cost import tower_cost
 from d9d_loop.model.block_lists import blocks_of
 from d9d_loop.model.export_notes import with_older_entries
 from d9d_loop.model.folder_dtypes import FolderDtypes
+from d9d_loop.model.model_check import dropout_names
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
@@ -51,6 +52,7 @@ def hugging_face_model(
     keep_dtypes: bool = False,
     precision: Precision | Literal["job"] | None = "job",
     from_scratch: bool = False,
+    disable_dropout: bool = False,
     **config_changes: Any,
 ) -> ModelProvider:
     """Return a provider of a `transformers` model with the weights of a folder, or with the model's initialization.
@@ -78,6 +80,7 @@ def hugging_face_model(
         keep_dtypes: If True, export each tensor in its dtype in the folder, whatever `dtype` is.
         precision: Dtypes of computation and reduction, as in `parallelize_hsdp`; "job" for those of the configuration.
         from_scratch: Read only the configuration from the folder, not the weights.
+        disable_dropout: If True, train without dropout, as a loss with a reference needs; an export keeps the entries.
         config_changes: Configuration values to override, such as `num_labels=3` or `attn_implementation="eager"`.
 
     Raises:
@@ -114,6 +117,7 @@ def hugging_face_model(
         dtype=dtype,
         keep_dtypes=keep_dtypes,
         precision=precision,
+        disable_dropout=disable_dropout,
     )
 
 
@@ -132,6 +136,7 @@ class _HuggingFaceModel(ModelProvider):
     dtype: torch.dtype | None
     keep_dtypes: bool
     precision: Precision | Literal["job"] | None
+    disable_dropout: bool
     built_config: JsonValue = None
     mappers: dict[Path, StateMapper] = field(default_factory=dict)
     new_parameters: frozenset[str] = frozenset()
@@ -145,6 +150,10 @@ class _HuggingFaceModel(ModelProvider):
         model = self._build_whole() if self.folder is None else self._build_for(self.folder)
         config = deepcopy(model.config)  # of the export
         without_cache(model)
+        for module in model.modules() if self.disable_dropout else ():
+            for each in (module, getattr(module, "config", module)):
+                for name in dropout_names(each):
+                    setattr(each, name, 0.0)
         if stage.count > 1:
             self.trace = self.trace or trace_blocks(model)
             self.virtual_layers = self.trace.virtual_layers(self.virtual_layers, stage.count)
@@ -156,6 +165,8 @@ class _HuggingFaceModel(ModelProvider):
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
                 module.register_forward_hook(_forget_positions, always_call=True)
+            if "dynamic" in str(getattr(module, "rope_type", "")):
+                module.register_forward_hook(_check_lengths)
         mask_packed_rows(model)
         return model.train()
 
@@ -256,6 +267,20 @@ def _forget_positions(module: Any, *_: Any) -> None:
         module.rope_deltas = None
 
 
+def _check_lengths(module: Any, *_: Any) -> None:
+    """Raise `UserError` if a row was so long that rotary frequencies now depend on it, also for later rows."""
+    limit = module.original_max_seq_len
+    for name, length in vars(module).items():
+        is_known = not isinstance(length, Tensor) or not length.is_meta
+        if name.endswith("max_seq_len_cached") and is_known and length > limit:
+            raise UserError(
+                f"got a row of {int(length)} positions, with its padding, for {type(module).__name__} with rope_type = "
+                f"dynamic; expected at most max_position_embeddings = {limit}. Its frequencies follow the longest row "
+                "so far, so layouts and resumed jobs would differ. Shorten the rows, or choose another rope_type, such "
+                "as yarn, in rope_parameters."
+            )
+
+
 def read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
     """Return the configuration of a folder with changes; raise `UserError` if it cannot be used."""
     from transformers import AutoConfig
@@ -272,12 +297,23 @@ def read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> A
         raise UserError(f"{folder / 'config.json'} cannot be used: {error} Correct or download it again.") from error
     if "is_causal" in unknown:  # configurations do not declare is_causal, but the masks of transformers read it
         config.is_causal = unknown.pop("is_causal")
+    check_entries(config, changes)
     if unknown:
         raise UserError(
             f"{type(config).__name__} has no {', '.join(unknown)}; expected keys of {folder / 'config.json'}, or "
             "arguments of hugging_face_model. Correct the names."
         )
     return config
+
+
+def check_entries(config: Any, changes: Mapping[str, Any]) -> None:
+    """Raise `UserError` if changes have an older form of `rope_parameters`, which would lack a part."""
+    older = sorted({"rope_scaling", "rope_theta"} & changes.keys())
+    if older and hasattr(config, "rope_parameters"):
+        raise UserError(
+            f"got {older[0]} for {type(config).__name__}, which is the older form of a part of rope_parameters; "
+            "expected all of it. Set rope_parameters, with its keys rope_type and rope_theta."
+        )
 
 
 def _check_weights(folder: Path) -> None:

@@ -1,12 +1,14 @@
 """Checks of a built or parallelized model."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
 from d9d_dist.data_parallel.embedding_rows import writes_to_rows
@@ -21,6 +23,13 @@ STAND_INS = (
 def trains_batch_norm(model: nn.Module) -> bool:
     """Return True if a model has batch norms in training mode, whose statistics would include stand-in batches."""
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+
+
+def dropout_names(module: Any) -> list[str]:
+    """Return the names of the positive dropout probabilities of a module, or of a configuration of `transformers`."""
+    if isinstance(module, _DropoutNd):
+        return ["p"] if module.p > 0 else []
+    return [name for name, each in vars(module).items() if "drop" in name and isinstance(each, float) and each > 0]
 
 
 def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
