@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from text_job_cases import write_lines
+from text_job_cases import IDS, job_config, save_folder, write_lines
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from vision_cases import CHATS, FAMILIES, _qwen3, chat, image, save_chats, save_model, text, vision_config
+from vision_cases import CHATS, FAMILIES, TEXT, _qwen3, chat, image, save_chats, save_model, text, vision_config
 
 from d9d_dist import Launch
 from d9d_loop import Trainer
+from d9d_loop.job.flop_measurement import measure_flops
+from d9d_loop.job.flop_meter import FlopMeter
 from d9d_loop.jobs import text_trainer
+from d9d_loop.model.built_model import meta_copy
 from d9d_loop.planning import plan_cluster
 from d9d_loop.planning.dry_runs import dry_run
 from d9d_loop.planning.model_shape import shape_of_job
@@ -136,6 +140,8 @@ def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) ->
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == heads
     assert plan.layout.recompute == "none"
     assert plan.memory[0].parameters > 0
+    assert plan.layout.logit_share < 1
+    assert plan.layout.loss_chunk is None
 
 
 @pytest.mark.slow("none-all", "full-all", "full-frozen", "decoder-frozen")
@@ -200,6 +206,40 @@ def test_a_dry_run_of_pairs_has_the_flops_and_the_memory_of_a_step(released: Pat
         plan.task.loss(model(**inputs.shared), batch).total.backward()
     assert dry.flops == real.flops == counter.get_total_flops()
     assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+
+
+def _text_trainer(released: Path, batch: dict[str, int]) -> Trainer:
+    transformers: Any = import_module("transformers")
+    sizes = {key: each for key, each in TEXT.items() if not key.endswith(("token_id", "vocab_size"))}
+    folder = save_folder(released / "text", transformers.Qwen3Config(**sizes, **IDS), "Qwen3ForCausalLM")
+    (folder / "chat_template.jinja").write_text("{% for each in messages %}{{ each.content }}</s>{% endfor %}")
+    file = write_lines(released / "texts.jsonl", [{"prompt": "what is it?", "completion": "a cat"}] * 4)
+    return text_trainer(job_config("sft", {"folder": folder}, file, released / "runs", batch=batch))
+
+
+@pytest.mark.parametrize("job", ["sft", "vision"])
+def test_the_mfu_has_the_flops_that_the_job_counts(job: str, released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In microbatches of one row, each position has a label."""
+    batch = {"global_size": 2, "microbatch_size": 1}
+    trainer = _text_trainer(released, batch) if job == "sft" else _trainer(released, "qwen2_5_vl", batch=batch)
+    plan = plan_cluster(trainer, world_size=1, hardware="h100-dgx")
+    found = plan.mfu * plan.time.total * plan.hardware.device.peak_flops["bf16"]
+    # The measurement replaces this function for the rest of the process.
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", nn.functional.scaled_dot_product_attention)
+    made = trainer.plan_for(Launch(world_size=1, device="cpu"))
+    first = made.first_batch()
+    formula, _ = measure_flops(meta_copy(made.model.built.module), made.task, first)
+    meter = FlopMeter(formula, made.task)
+    meter.add(inputs := to_inputs(made.task.inputs(first)), first)
+    of_batch = float(meter.take())
+    assert found == pytest.approx(2 * of_batch, rel=1e-12)
+    num_labels = int((first["labels"] != -100).sum())
+    assert 0 < num_labels == plan.layout.logit_tokens < plan.layout.tokens_per_microbatch
+    assert plan.layout.loss_chunk is None
+    if formula.images is not None:
+        assert plan.images is not None
+        share = float(formula.images.of(inputs.shared)) / of_batch
+        assert plan.images["share_of_flops"] == pytest.approx(share, rel=1e-12)
 
 
 def test_packed_rows_are_planned(released: Path) -> None:

@@ -164,4 +164,5 @@ def test_layers_without_attention_have_exact_memory_but_no_step_time(tmp_path: P
 
 
 def test_the_logits_of_the_whole_microbatch_are_counted(plain: ClusterPlan) -> None:
-    assert plain.timed.scale.logit_tokens == plain.layout.tokens_per_microbatch
+    assert plain.layout.logit_tokens == plain.layout.tokens_per_microbatch
+    assert plain.layout.loss_chunk is None

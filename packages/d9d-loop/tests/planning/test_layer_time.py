@@ -368,3 +368,13 @@ def test_each_tensor_parallel_rank_reads_a_whole_shared_expert() -> None:
         for each in (False, True)
     )
     assert whole / split == pytest.approx(4, rel=0.15)
+
+
+def test_the_head_computes_the_logits_of_a_share_of_the_tokens() -> None:
+    """A quarter of four rows has as many logits as a row; the hidden states of all tokens are gathered."""
+    row, rows = PlanLayout(tp=4, dp=2, length=4096), PlanLayout(tp=4, dp=2, length=4096, microbatch_size=4)
+    one, four = (head_time(SPARSE, each, HARDWARE) for each in (row, rows))
+    some = head_time(SPARSE, replace(rows, logit_share=0.25), HARDWARE)
+    for few, many, found in zip(one, four, some, strict=True):
+        assert (found.matmul, found.pointwise) == (few.matmul, few.pointwise)
+        assert found.tensor == many.tensor > few.tensor

@@ -24,7 +24,6 @@ from d9d_loop.planning.layout_search import (
     mesh_config,
     microbatch_activations,
     num_changes,
-    with_logits,
     worst_memory,
 )
 from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION
@@ -167,10 +166,26 @@ def test_the_closed_form_is_scaled_in_both_directions(factors: tuple[float, floa
 def test_a_chunked_loss_needs_no_more_memory_for_longer_microbatches() -> None:
     """A chunk of 1,024 tokens has 14 bytes for each of the 128,256 logits of a token."""
     for size in (1, 4):
-        layout = with_logits(PlanLayout(dp=8, microbatch_size=size, length=4096), 1024)
+        layout = PlanLayout(dp=8, microbatch_size=size, length=4096, loss_chunk=1024)
         assert worst_memory(DENSE_8B, layout).loss == pytest.approx(1024 * 128256 * 14)
-    short = with_logits(PlanLayout(dp=8, length=512), 1024)
+    short = PlanLayout(dp=8, length=512, loss_chunk=1024)
     assert worst_memory(DENSE_8B, short).loss == pytest.approx(512 * 128256 * 14)
+
+
+def test_logits_at_labels_need_memory_in_proportion_to_the_microbatch() -> None:
+    """A sixteenth of the tokens has a label; a context-parallel rank may have all labels of its rows."""
+    base = PlanLayout(dp=8, num_microbatches=4, length=4096, logit_share=1 / 16)
+    layouts = legal_layouts(DENSE_8B, HARDWARE, SearchSpace.of(base, 32))
+    found = {
+        (each.cp, each.microbatch_size): worst_memory(DENSE_8B, each).loss
+        for each in layouts
+        if each.tp == each.pp == 1 and each.cp in {1, 2, 8}
+    }
+    assert {size for cp, size in found if cp == 1} == {1, 2, 4}
+    for (_, size), loss in found.items():
+        assert loss == pytest.approx(256 * size * 128256 * 14)
+    half = replace(base, cp=8, dp=1, logit_share=0.5)  # a rank has 512 tokens of a row with 2,048 labels
+    assert worst_memory(DENSE_8B, half).loss == pytest.approx(512 * 128256 * 14)
 
 
 def test_offload_moves_the_activations_of_every_microbatch_once_each_way() -> None:

@@ -42,8 +42,9 @@ class Tower:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the images of a sample, forward and backward."""
-        return sum(each.flops * each.number for each in (*self.forward, *self.backward)) / self.num_samples
+        """Model FLOPs of the images of a sample, without the scores that attention's backward kernel recomputes."""
+        again = sum(each.flops * each.number for each in self.backward if "scaled_dot_product" in each.name) / 5
+        return (sum(each.flops * each.number for each in (*self.forward, *self.backward)) - again) / self.num_samples
 
 
 @final
@@ -161,12 +162,15 @@ class DecoderShape:
         layers = self.num_layers * self.attention_parameters + self.num_sparse_layers * sparse + dense
         return layers + self.hidden_size * self.vocab_size
 
-    def flops_per_token(self, length: int, *, causal: bool = True) -> float:
-        """Return the model FLOPs per token of a training step, for sequences of `length` tokens with their images."""
+    def flops_per_token(self, length: int, *, causal: bool = True, logit_share: float = 1.0) -> float:
+        """Return the model FLOPs per token of a training step, for sequences of `length` tokens with their images.
+
+        `logit_share` is the share of the tokens for which the head computes logits.
+        """
         rope, value_dim = (0, None) if self.latent is None else self.latent[2:]
         of_images = 0.0 if self.tower is None else self.tower.flops / length
         return of_images + transformer_flops_per_token(
-            num_matmul_parameters=self.matmul_parameters,
+            num_matmul_parameters=self.matmul_parameters - (1 - logit_share) * self.hidden_size * self.vocab_size,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             head_dim=self.head_dim + rope,

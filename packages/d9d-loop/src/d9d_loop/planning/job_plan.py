@@ -15,7 +15,7 @@ from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_runs import DryRun, representatives
 from d9d_loop.planning.goodput_model import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
-from d9d_loop.planning.job_traits import layout_of, logit_tokens, unmodeled_traits
+from d9d_loop.planning.job_traits import layout_of, unmodeled_traits
 from d9d_loop.planning.layout_search import (
     Candidate,
     MemoryScale,
@@ -24,7 +24,6 @@ from d9d_loop.planning.layout_search import (
     mesh_config,
     nearest_layouts,
     search_layouts,
-    with_logits,
 )
 from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION, memory_of
 from d9d_loop.planning.model_shape import UnknownDecoderError, shape_of_job
@@ -143,19 +142,22 @@ class ClusterPlan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs per second over the bf16 peak of all devices."""
-        flops = self.timed.shape.flops_per_token(self.layout.length) * self.layout.global_tokens
+        """Model FLOPs per second over the bf16 peak of all devices, with as many labels as the measured microbatch."""
+        flops = self._flops_per_token * self.layout.global_tokens
         return flops / self.time.total / self.layout.world_size / self.hardware.device.peak_flops["bf16"]
+
+    @property
+    def _flops_per_token(self) -> float:
+        return self.timed.shape.flops_per_token(self.layout.length, logit_share=self.layout.logit_share)
 
     @property
     def images(self) -> dict[str, float] | None:
         """Image patches of a step, if all microbatches are like the first, and their share of the model FLOPs."""
-        shape, layout = self.timed.shape, self.layout
-        if (tower := shape.tower) is None:
+        tower, length = self.timed.shape.tower, self.layout.length
+        if tower is None:
             return None
-        num_samples = layout.global_tokens / layout.length
-        share = tower.flops / (shape.flops_per_token(layout.length) * layout.length)
-        return {"patches": tower.num_patches / tower.num_samples * num_samples, "share_of_flops": share}
+        patches = tower.num_patches / tower.num_samples * (self.layout.global_tokens / length)
+        return {"patches": patches, "share_of_flops": tower.flops / (self._flops_per_token * length)}
 
     @property
     def days(self) -> float:
@@ -248,7 +250,7 @@ def plan_cluster(
         runs = short_runs(
             plan, ranks=ranks, world_size=world_size, num_microbatches=(fewer, shown), precision=precision
         )
-    layout = layout_of(plan, runs[0], None if shape is None else shape.tower, length=length)
+    layout = layout_of(plan, runs, shape, length=length)
     names = ("first stage", "last stage") if len(runs) == 2 else ("first stage", "second stage", "last stage")
     memory = tuple(_rank_memory(each, name, layout, shape) for each, name in zip(runs, names, strict=False))
     made = ClusterPlan(
@@ -292,7 +294,6 @@ def _timing(
             layout,
             state_bytes=largest.parameters + largest.optimizer,
             rest_bytes=largest.gradients + largest.unsharded_gradients + largest.activations,
-            logit_tokens=max(logit_tokens(each, layout, shape) for each in runs),
         ),
         not_modeled=unmodeled_traits(plan, runs[0], layout, shape),
     )
@@ -389,8 +390,7 @@ def _rank_memory(run: DryRun, name: str, layout: PlanLayout, shape: DecoderShape
     unsharded = min(run.whole_gradient_bytes, run.activation_bytes)  # the dry run measures both together
     model, cached = run.state_bytes + run.activation_bytes, 0.0
     if shape is not None:
-        alone = with_logits(layout, logit_tokens(run, layout, shape))
-        cached = memory_of(shape, alone, run.rank * layout.pp // layout.world_size).cached
+        cached = memory_of(shape, layout, run.rank * layout.pp // layout.world_size).cached
     return RankMemory(
         name=name,
         rank=run.rank,

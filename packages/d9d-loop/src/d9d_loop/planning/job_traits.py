@@ -1,6 +1,7 @@
 """Layout and traits of a job, from its configuration and dry run, and names of the traits that are not modeled."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +19,15 @@ _UNCOUNTED = 0.05
 """Largest relative difference to the closed form's parameter count, due to biases for example, that is not reported."""
 
 
-def layout_of(plan: JobPlan, run: DryRun, tower: Tower | None = None, *, length: int) -> PlanLayout:
-    """Return the layout of a job with a tower; `length` is the number of tokens of a sample."""
+def layout_of(plan: JobPlan, runs: Sequence[DryRun], shape: DecoderShape | None, *, length: int) -> PlanLayout:
+    """Return the layout of a job from runs of its ranks, the first stage first; `length`: tokens of a sample."""
+    run, inputs = runs[0], to_inputs(plan.task.inputs(plan.first_batch()))
     mesh, schedule = plan.model.mesh, plan.model.schedule
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     operators = {each.name for each in run.forward_backward.operations}
-    recompute, every = recomputation_of(run, tower)
-    cost = plan.model.provider.first_cost(
-        plan.model.built.module, lambda: to_inputs(plan.task.inputs(plan.first_batch()))
-    )
+    recompute, every = recomputation_of(run, None if shape is None else shape.tower)
+    cost = plan.model.provider.first_cost(plan.model.built.module, lambda: inputs)
+    positions: Any = inputs.shared.get("logits_to_keep")
     layout = PlanLayout(
         tp=mesh.tensor_parallel,
         pp=mesh.pipeline_parallel,
@@ -54,8 +55,11 @@ def layout_of(plan: JobPlan, run: DryRun, tower: Tower | None = None, *, length:
         gradient_bytes=run.gradient_bytes / run.num_parameters,
         kept_gradient_bytes=run.gradient_bytes / run.num_parameters,
         master_bytes=run.optimizer_bytes / run.num_parameters,
+        logit_share=positions.numel() / rows_of(inputs)[0].numel() if isinstance(positions, torch.Tensor) else 1.0,
     )
-    return replace(layout, sequence_parallel=_splits_sequences(run, layout))
+    layout = replace(layout, sequence_parallel=_splits_sequences(run, layout))
+    at_once = layout.logit_tokens if shape is None else max(_logit_tokens(each, layout, shape) for each in runs)
+    return layout if at_once >= layout.logit_tokens else replace(layout, loss_chunk=at_once)
 
 
 def recomputation_of(run: DryRun, tower: Tower | None = None) -> tuple[Recompute, int]:
@@ -120,17 +124,16 @@ def _unmodeled_passes(plan: JobPlan) -> list[str]:
     return found
 
 
-def logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
-    """Return the number of tokens whose logits exist at once; 0 if no result has the rank's vocabulary size."""
+def _logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
+    """Return the number of tokens whose logits exist at once, 0 without any; those of the whole vocabulary count more.
+
+    The result is the number of logits, divided by the number of those that the rank has of a token.
+    """
     vocabulary = -(-shape.vocab_size // layout.tp)
-    rows = (
-        result
-        for each in run.forward_backward.operations
-        for result in each.results
-        if len(result) > 1 and result[-1] == vocabulary
-    )
-    sizes = [torch.Size(result[:-1]).numel() for result in rows]
-    return max(sizes, default=0) * (layout.tp if layout.gathers_logits else 1)
+    sizes = {vocabulary, shape.vocab_size}
+    results = (result for each in run.forward_backward.operations for result in each.results)
+    rows = (result for result in results if len(result) > 1 and result[-1] in sizes)
+    return max((torch.Size(result).numel() / vocabulary for result in rows), default=0.0)
 
 
 def _shapes_of(tower: Tower | None) -> set[Any]:

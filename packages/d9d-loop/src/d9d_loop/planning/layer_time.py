@@ -345,7 +345,7 @@ def embedding_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) 
 
 def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[PassTime, PassTime]:
     """Return the times of norm, head and cross entropy, forward and backward."""
-    tokens, vocab = layout.tokens_per_microbatch, ceil(shape.vocab_size / layout.tp)
+    tokens, vocab = layout.logit_tokens, ceil(shape.vocab_size / layout.tp)
     h = shape.hidden_size
     product = linear_seconds(hardware, tokens, vocab, h)
     casts = layout.casts_loss or layout.pointwise == "compiled"
@@ -353,7 +353,7 @@ def head_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tu
     size = tokens * (shape.vocab_size if layout.gathers_logits else vocab)
     logits = pointwise_seconds(hardware, size * moved, num_kernels=8)
     gradient = pointwise_seconds(hardware, size * moved_backward, num_kernels=4)
-    collective = _tensor_pair(layout, hardware, tokens * h * 2)
+    collective = _tensor_pair(layout, hardware, layout.tokens_per_microbatch * h * 2)
     gathered = size * 2 if layout.gathers_logits else 0
     gather = collective_seconds(hardware, "all_gather", gathered, _tensor_span(layout, hardware))
     return (

@@ -35,41 +35,23 @@ class MemoryScale:
         state: Ratio for parameters and optimizer state.
         rest: Ratio for gradients, activations, gathered weights and the loss, which peak together. The exact memory
             does not separate activations from whole gradients that are kept between microbatches.
-        logit_tokens: Number of tokens whose logits exist at once; `None` for all tokens of the microbatch.
     """
 
     state: float = 1.0
     rest: float = 1.0
-    logit_tokens: float | None = None
 
     @classmethod
-    def of(
-        cls,
-        shape: DecoderShape,
-        layout: PlanLayout,
-        *,
-        state_bytes: float,
-        rest_bytes: float,
-        logit_tokens: float | None = None,
-    ) -> "MemoryScale":
+    def of(cls, shape: DecoderShape, layout: PlanLayout, *, state_bytes: float, rest_bytes: float) -> "MemoryScale":
         """Return the factors between the closed form of a layout and the exact bytes of its largest rank."""
-        closed = worst_memory(shape, with_logits(layout, logit_tokens))
+        closed = worst_memory(shape, layout)
         state = closed.parameters + closed.optimizer
-        return cls(state=state_bytes / state, rest=rest_bytes / (closed.model - state), logit_tokens=logit_tokens)
+        return cls(state=state_bytes / state, rest=rest_bytes / (closed.model - state))
 
     def apply(self, memory: Memory) -> Memory:
         """Return the scaled memory."""
         state = ("parameters", "optimizer")
         factors = {name: self.state if name in state else self.rest for name in Memory.__slots__}
         return Memory(**{name: factor * getattr(memory, name) for name, factor in factors.items()})
-
-
-def with_logits(layout: PlanLayout, tokens: float | None) -> PlanLayout:
-    """Return a layout whose loss holds the logits of at most `tokens` tokens at once, as a chunked loss does."""
-    if tokens is None:
-        return layout
-    share = min(1.0, tokens / layout.tokens_per_microbatch)
-    return replace(layout, loss_bytes=share * layout.loss_bytes)
 
 
 @final
@@ -166,7 +148,7 @@ def search_layouts(
         shape: Sizes of the decoder.
         hardware: The cluster.
         space: Numbers of devices, samples and tokens.
-        scale: Ratios of the job's exact memory to the closed form; by default 1, with the logits of a whole microbatch.
+        scale: Ratios of the job's exact memory to the closed form; by default 1.
         keep: Number of fitting layouts to return; `None` for all.
 
     Raises:
@@ -179,7 +161,7 @@ def search_layouts(
     scale = scale or MemoryScale()
     for layout in legal_layouts(shape, hardware, space):
         num_legal += 1
-        memory = scale.apply(worst_memory(shape, with_logits(layout, scale.logit_tokens)))
+        memory = scale.apply(worst_memory(shape, layout))
         fits = memory.total <= hardware.device.memory_bytes
         is_smallest = smallest is None or memory.total < smallest.memory.total
         if not (fits or is_smallest):
@@ -220,7 +202,7 @@ def nearest_layouts(
     evaluate = Evaluation(shape, hardware, space.schedule)
     for _, choices in sorted(by_changes.items()):
         layouts = [replace(each, **choice) for each, choice in choices]
-        memories = ((each, scale.apply(worst_memory(shape, with_logits(each, scale.logit_tokens)))) for each in layouts)
+        memories = ((each, scale.apply(worst_memory(shape, each))) for each in layouts)
         fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
         yield from sorted(fitting, key=lambda each: each.seconds)
 

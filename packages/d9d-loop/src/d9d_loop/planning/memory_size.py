@@ -52,7 +52,7 @@ class Memory:
 
     Attributes:
         gathered: Whole weights that stay gathered during the step.
-        loss: Logits and their copies.
+        loss: Logits, of one chunk if the loss is chunked, and their copies.
         forward: Tensors of one layer that exist only during its forward pass or its recomputation.
         layer: The same in its backward pass, with gradients of its weights. They do not coexist with the loss.
         buffers: Buffers of an all-gather of weights, and of transfers between stages.
@@ -115,7 +115,8 @@ def memory_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> Me
         weight_gradients += one * (layout.weight_bytes + layout.gradient_bytes)
         largest = max(largest, one, group.outside)
     has_head = pipeline_rank == layout.head_rank
-    logits = layout.tokens_per_microbatch * shape.vocab_size / (1 if layout.gathers_logits else layout.tp)
+    tokens = layout.logit_tokens if layout.loss_chunk is None else min(layout.logit_tokens, layout.loss_chunk)
+    logits = tokens * shape.vocab_size / (1 if layout.gathers_logits else layout.tp)
     return Memory(
         parameters=sharded(layout.stored_weight_bytes, at=("parameters",)),
         gradients=gradients,

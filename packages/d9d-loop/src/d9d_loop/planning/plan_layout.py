@@ -81,6 +81,8 @@ class PlanLayout:
             gathers the sharded inputs of weight gradients again. For sequence parallelism.
         overlaps_weight_gradients: True if the backward pass's tensor-parallel collectives overlap weight gradients.
         loss_bytes: Bytes per logit of the loss: logits, their copies, and gradients.
+        logit_share: Share of the tokens whose logits the head computes, such as those with labels.
+        loss_chunk: Tokens of a rank whose logits exist at once, if the loss is chunked; `None` for all logits.
         casts_loss: True if the loss casts logits to fp32, unless it is compiled.
         splits_embedding: True if tensor-parallel ranks split the embedding; False if each has a whole one.
         gathers_logits: True if tensor-parallel ranks hold the logits of the whole vocabulary.
@@ -141,6 +143,8 @@ class PlanLayout:
     backward_collectives: float = 1.5
     overlaps_weight_gradients: bool = False
     loss_bytes: float = 14
+    logit_share: float = 1.0
+    loss_chunk: float | None = None
     casts_loss: bool = True
     splits_embedding: bool = True
     gathers_logits: bool = False
@@ -174,6 +178,11 @@ class PlanLayout:
     def tokens_per_microbatch(self) -> float:
         """Tokens of a microbatch on one rank, before tensor parallelism."""
         return self.microbatch_size * self.length / self.cp
+
+    @property
+    def logit_tokens(self) -> float:
+        """Tokens of a microbatch on one rank whose logits the head computes; a part of a row may have all labels."""
+        return min(self.tokens_per_microbatch, round(self.logit_share * self.microbatch_size * self.length))
 
     @property
     def global_tokens(self) -> int:
