@@ -84,32 +84,29 @@ def dataset_of(
     return DatasetProvider(training, evaluation=evaluation, collate=collate, **options)
 
 
-def _rows(
-    training: Samples,
-    evaluation: Samples | None,
-    config: TextJobConfig,
-    tokenizer: TextTokenizer,
-    convert: Callable[[Any], dict[str, Tensor]],
-) -> DatasetProvider:
-    """Return a data provider that converts each sample to a row of tokens, of any length, when the sample is read."""
-    held_out = None if evaluation is None else _Converted(evaluation, convert, tokenizer)
-    pad = partial(pad_rows, padding=padding_id(config, tokenizer))
-    return dataset_of(_Converted(training, convert, tokenizer), held_out, config, collate=pad)
-
-
 def pad_rows(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
-    """Pad each row to the longest one. Adds `attention_mask` [B, L], 0 for padding, and `label_positions` [B, K]."""
+    """Pad each row to the longest one; rows may have no labels.
+
+    Adds `attention_mask` [B, L], 0 for padding, and `label_positions` [B, K] for labels of tokens.
+    """
     ids = [sample["input_ids"] for sample in samples]
     batch = {
         "input_ids": pad_sequences(ids, value=padding),
         "attention_mask": pad_sequences([torch.ones_like(row) for row in ids], value=0),
     }
-    if samples[0]["labels"].dim():
-        batch["labels"] = pad_sequences([sample["labels"] for sample in samples], value=IGNORED_LABEL)
+    labels = [sample["labels"] for sample in samples if "labels" in sample]
+    if labels and labels[0].dim():
+        batch["labels"] = pad_sequences(labels, value=IGNORED_LABEL)
         batch[POSITIONS] = label_positions(batch["labels"])
-    else:
-        batch["labels"] = torch.stack([sample["labels"] for sample in samples])
+    elif labels:
+        batch["labels"] = torch.stack(labels)
     return batch
+
+
+def pad_groups(groups: list[list[dict[str, Tensor]]], *, padding: int) -> dict[str, Tensor]:
+    """Pad the rows of groups of equal size as `pad_rows` does; values are [groups, rows of a group, L]."""
+    rows = pad_rows([row for group in groups for row in group], padding=padding)
+    return {name: values.unflatten(0, (len(groups), -1)) for name, values in rows.items()}
 
 
 @final
@@ -245,7 +242,9 @@ def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, Classes]:
         classes.number(_label(held_out[index], field))
     tokenizer = text_tokenizer(config)
     convert = partial(_labeled_row, tokenizer, classes, config.dataset)
-    return _rows(training, evaluation, config, tokenizer, convert), classes
+    rows = partial(_Converted, convert=convert, tokenizer=tokenizer)
+    pad = partial(pad_rows, padding=padding_id(config, tokenizer))
+    return dataset_of(rows(training), None if evaluation is None else rows(held_out), config, collate=pad), classes
 
 
 def text_windows(config: TextJobConfig, note: Note = _logger.info) -> DatasetProvider:

@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
-import torch
 from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data import DatasetProvider, pad_sequences
+from d9d_loop.data import DatasetProvider
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.samples import Samples
 from d9d_loop.data.text_tokenizer import TextTokenizer
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
-from d9d_loop.jobs.text_data import dataset_of, fitted_ids, samples_of, text_tokenizer
+from d9d_loop.jobs.text_data import dataset_of, fitted_ids, pad_groups, samples_of, text_tokenizer
 from d9d_loop.jobs.text_model import padding_id
 
 
@@ -38,12 +37,7 @@ def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetPro
 
 def _pad(samples: list[list[Tensor]], *, padding: int) -> dict[str, Tensor]:
     """Pad all texts to the longest one: `input_ids` and `attention_mask` [G, R, L]."""
-    texts = [text for group in samples for text in group]
-    ids = pad_sequences(texts, value=padding)
-    mask = pad_sequences([torch.ones_like(text) for text in texts], value=0)
-    return {
-        name: rows.unflatten(0, (len(samples), -1)) for name, rows in (("input_ids", ids), ("attention_mask", mask))
-    }
+    return pad_groups([[{"input_ids": text} for text in group] for group in samples], padding=padding)
 
 
 @final

@@ -1,6 +1,6 @@
 """Pairs of a chosen and a rejected answer for the jobs `dpo` and `reward`: a sample of a batch is a pair.
 
-P: pairs, L: padded length.
+P: pairs, L: padded length. A batch has `input_ids`, `labels` and `attention_mask` [P, 2, L], 0 for padding.
 """
 
 import logging
@@ -25,7 +25,7 @@ from d9d_loop.jobs.text_data import (
     dataset_of,
     note_cuts,
     note_template,
-    pad_rows,
+    pad_groups,
     samples_of,
     tokenized_once,
     without_images,
@@ -104,9 +104,8 @@ class _PairRows:
 
 
 def _pad_pairs(pairs: list[list[dict[str, Tensor]]], *, padding: int) -> dict[str, Tensor]:
-    """Pad answers to the longest: `input_ids`, `labels`, `attention_mask` [P, 2, L], 0 for padding; `margins` [P]."""
-    rows = pad_rows([row for pair in pairs for row in pair], padding=padding)
-    batch = {name: values.unflatten(0, (len(pairs), 2)) for name, values in rows.items()}
+    """Pad all answers to the longest one; `margins` are [P]."""
+    batch = pad_groups(pairs, padding=padding)
     if "margins" in pairs[0][0]:
         batch["margins"] = torch.stack([pair[0]["margins"] for pair in pairs])
     return batch

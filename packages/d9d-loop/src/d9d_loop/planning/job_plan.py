@@ -340,26 +340,17 @@ def shown_microbatches(plan: JobPlan) -> tuple[int, int]:
 
 def sensitivity(timed: Callable[[Hardware], StepTime], hardware: Hardware) -> dict[str, float]:
     """Return the step time in seconds with each part of the hardware 10 % faster, by part."""
-    device, links, network = hardware.device, hardware.links, hardware.network
-    faster = {
-        "matrix products": hardware.model_copy(
-            update={
-                "device": device.model_copy(
-                    update={"peak_flops": {name: 1.1 * rate for name, rate in device.peak_flops.items()}}
-                )
-            }
-        ),
-        "memory bandwidth": hardware.model_copy(
-            update={"device": device.model_copy(update={"memory_bandwidth": 1.1 * device.memory_bandwidth})}
-        ),
-        "links in a node": hardware.model_copy(
-            update={"links": links.model_copy(update={"bandwidth": 1.1 * links.bandwidth})}
-        ),
-        "network": hardware.model_copy(
-            update={"network": network.model_copy(update={"bandwidth": 1.1 * network.bandwidth})}
-        ),
+    peak_flops = {name: 1.1 * rate for name, rate in hardware.device.peak_flops.items()}
+    faster: dict[str, tuple[str, dict[str, Any]]] = {
+        "matrix products": ("device", {"peak_flops": peak_flops}),
+        "memory bandwidth": ("device", {"memory_bandwidth": 1.1 * hardware.device.memory_bandwidth}),
+        "links in a node": ("links", {"bandwidth": 1.1 * hardware.links.bandwidth}),
+        "network": ("network", {"bandwidth": 1.1 * hardware.network.bandwidth}),
     }
-    return {name: timed(each).total for name, each in faster.items()}
+    return {
+        name: timed(hardware.model_copy(update={part: getattr(hardware, part).model_copy(update=update)})).total
+        for name, (part, update) in faster.items()
+    }
 
 
 def describe(layout: PlanLayout) -> str:

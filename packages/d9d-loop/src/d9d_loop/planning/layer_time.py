@@ -26,8 +26,7 @@ from d9d_loop.planning.kernel_time import (
     matmul_seconds,
     pointwise_seconds,
 )
-from d9d_loop.planning.launch_bound import launch_bound_seconds
-from d9d_loop.planning.overlap import exposed_seconds
+from d9d_loop.planning.overlap import exposed_seconds, launch_bound_seconds
 from d9d_loop.planning.plan_layout import Dispatch, PlanLayout, Pointwise
 
 # Operators that the host launches: a layer's forward, and its backward (autograd's own overhead is in host_seconds).
@@ -390,7 +389,7 @@ def _attention(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> t
         return forward, 2 * forward, batch * queries * s * (2 * 2 + (2 * 2 + 1 if layout.dropout else 0))
     flops = 2 * b * heads * queries * _mean_keys(shape, layout) * (qk + pv)
     tiles = b * heads * ceil(queries / 128)
-    times = (
+    forward, backward = (
         attention_seconds(
             hardware,
             flops * factor / layout.attention_speed,
@@ -401,7 +400,6 @@ def _attention(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> t
         )
         for factor, is_backward in ((1.0, False), (2.5, True))
     )
-    forward, backward = times
     return forward, backward, 0.0
 
 

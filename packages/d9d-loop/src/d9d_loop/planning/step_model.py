@@ -10,10 +10,9 @@ from d9d_loop.planning.collective_time import Span, collective_seconds, link_sha
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.kernel_time import pointwise_seconds
-from d9d_loop.planning.launch_bound import launch_bound_seconds
 from d9d_loop.planning.layer_time import LayerTime, PassTime, embedding_time, head_time, layer_time
 from d9d_loop.planning.optimizer_time import optimizer_seconds
-from d9d_loop.planning.overlap import exposed_seconds
+from d9d_loop.planning.overlap import exposed_seconds, launch_bound_seconds
 from d9d_loop.planning.pipeline_time import pipeline_seconds
 from d9d_loop.planning.plan_layout import PlanLayout, Sharding
 from d9d_loop.planning.vision_tower import tower_time
