@@ -147,16 +147,23 @@ def _check_kind(kind: object) -> None:
 
 def _check_handler(handler: Callable[..., object]) -> None:
     """Raise `UserError` if a handler cannot be called with one event, so that it does not fail at its first event."""
-    try:
-        inspect.signature(handler).bind(None)
-    except ValueError:  # a C function without a signature
-        return
-    except TypeError as error:
+    if (why := why_not_called(handler)) is not None:
         name = getattr(handler, "__qualname__", repr(handler))
         raise UserError(
-            f"the event handler {name} cannot be called with an event: {error}; expected a function of one argument, "
+            f"the event handler {name} cannot be called with an event: {why}; expected a function of one argument, "
             "the event."
-        ) from None
+        )
+
+
+def why_not_called(function: Callable[..., object]) -> TypeError | None:
+    """Return why a function cannot be called with one argument; `None` if it can, or has no signature."""
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # a function of C
+        return None
+    except TypeError as error:
+        return error
+    return None
 
 
 @contextmanager

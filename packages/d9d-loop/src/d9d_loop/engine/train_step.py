@@ -264,9 +264,8 @@ class TrainStep:
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
         assert self._buffers is not None
-        if (
-            self._guard is None or self._guard.last_taken is not True
-        ):  # a skipped step leaves no NaN in running statistics
+        # A skipped step leaves no NaN in running statistics.
+        if self._guard is None or self._guard.last_taken is not True:
             self._buffers.restore(unless=taken)
         self._drop_gradients()
         return StepResult(loss, weight, grad_norm, taken, self._optimizer.param_groups[0]["lr"])

@@ -3,7 +3,6 @@
 FSDP and DTensor take as long to import as torch, so they are imported when a Trainer is constructed.
 """
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from d9d_dist.lazy_exports import paused_collection
 from d9d_loop.config.trainer_config import BatchConfig, TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
-from d9d_loop.event_bus import Events
+from d9d_loop.event_bus import Events, why_not_called
 from d9d_loop.events import TrainResult
 from d9d_loop.job.end_command import early_failure_reported
 from d9d_loop.job.stamped_output import stamped_output
@@ -252,20 +251,10 @@ def _check_functions(**functions: object) -> None:
                 f"got the class {function.__name__} as optimizer; expected a function of the model. Pass "
                 f"optimizer=lambda model: {function.__name__}(model.parameters(), ...)."
             )
-        if not _takes_one(function):
+        if why_not_called(function) is not None:
             raise UserError(
                 f"got a function as {name} that does not take one argument; expected a function of {arguments[name]}."
             )
-
-
-def _takes_one(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # a function of C without a signature
-        return True
-    return True
 
 
 def _data_provider(

@@ -135,9 +135,8 @@ def plan_model(
                 f"mesh.pipeline_parallel = {num_ranks} with {per_rank} stages on each rank: {error}"
             ) from None
         shared_names = check_parts(built.module, stages)
-        if (
-            first_batch is not None and not cuts_sequences
-        ):  # `task.inputs` expects a split batch, which needs the process group
+        # Under context parallelism, `task.inputs` expects a split batch, which needs the process group.
+        if first_batch is not None and not cuts_sequences:
             check_chain(built.module, stages, to_inputs(task.inputs(first_batch())), program.stage_ranks)
     return ModelPlan(
         provider=provider,

@@ -58,9 +58,8 @@ class StepGuard:
         self._flags = torch.tensor(False), torch.tensor(True)
         self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
-        self._undecided: Callable[[], list[float]] | None = (
-            None  # flags of the last step, if the optimizer counts steps
-        )
+        # Flags of the last step, if the optimizer counts steps.
+        self._undecided: Callable[[], list[float]] | None = None
         self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
         self._rolled_back_from: set[int] = set()
         self._in_a_row = self._num_rollbacks = 0
