@@ -16,6 +16,7 @@ from d9d_loop.report.run_report import html_page
 from d9d_pipeline import plot_simulation
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 GIB = 2**30
@@ -62,10 +63,11 @@ def _search_table(plan: ClusterPlan) -> str:
     return "<table><tr><th>step</th><th>memory</th><th>limit</th><th>layout</th></tr>" + "".join(rows) + "</table>"
 
 
-def _figure(height: float) -> "Figure":
+def _figure(height: float) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(5.5, height), layout="constrained")  # narrow: text stays readable on a phone
+    figure = Figure(figsize=(5.5, height), layout="constrained")  # narrow: text stays readable on a phone
+    return figure, figure.subplots()
 
 
 def _encoded(figure: "Figure") -> str:
@@ -75,8 +77,7 @@ def _encoded(figure: "Figure") -> str:
 
 
 def _memory(plan: ClusterPlan) -> str:
-    figure = _figure(1.2 + 0.5 * len(plan.memory))
-    axes = figure.subplots()
+    figure, axes = _figure(1.2 + 0.5 * len(plan.memory))
     names = ("parameters", "gradients", "optimizer", "unsharded_gradients", "activations", "reserve")
     left = [0.0] * len(plan.memory)
     for name, color in zip(names, _COLORS, strict=False):
@@ -91,8 +92,7 @@ def _memory(plan: ClusterPlan) -> str:
 
 
 def _time(plan: ClusterPlan) -> str:
-    figure = _figure(2.6)
-    axes = figure.subplots()
+    figure, axes = _figure(2.6)
     left = 0.0
     for name, color in zip(PARTS, _COLORS, strict=True):
         seconds = getattr(plan.time, name)
@@ -108,15 +108,13 @@ def _time(plan: ClusterPlan) -> str:
 
 def _pipeline(plan: ClusterPlan) -> str:
     timeline = simulated_step(plan.timed.shape, plan.layout, plan.hardware, plan.program)
-    figure = _figure(1.3 + 0.3 * plan.layout.pp)
-    title = f"{plan.program.num_microbatches} microbatches, in seconds"
-    plot_simulation(timeline, figure.subplots(), title=title)
+    figure, axes = _figure(1.3 + 0.3 * plan.layout.pp)
+    plot_simulation(timeline, axes, title=f"{plan.program.num_microbatches} microbatches, in seconds")
     return _encoded(figure)
 
 
 def _roofline(plan: ClusterPlan) -> str:
-    figure = _figure(3.6)
-    axes = figure.subplots()
+    figure, axes = _figure(3.6)
     device, fitted = plan.hardware.device, plan.hardware.fitted
     roof = device.memory_bandwidth * fitted.memory_efficiency
     peak = device.peak_flops["bf16"] * fitted.matmul_efficiency
@@ -143,8 +141,7 @@ def _roofline(plan: ClusterPlan) -> str:
 
 def _pareto(plan: ClusterPlan) -> str:
     assert plan.search is not None
-    figure = _figure(3.6)
-    axes = figure.subplots()
+    figure, axes = _figure(3.6)
     fitting = plan.search.fitting
     axes.plot([each.seconds for each in fitting], [each.memory.total / GIB for each in fitting], "o", color="#999999")
     front = plan.search.pareto()

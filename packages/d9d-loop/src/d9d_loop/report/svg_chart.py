@@ -1,7 +1,7 @@
 """Charts as SVG. The page's style sheet sets the colors, so that charts follow its light and dark theme."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from d9d_loop.report.run_history import RunHistory
@@ -38,16 +38,9 @@ def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
         at = math.log10(value) if is_log else value
         return TOP + (high - at) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for tick in ticks(low, high):
-        value = 10**tick if is_log else tick
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
-    parts += [
-        f'<text x="{x(int(tick)):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{int(tick)}</text>'
-        for tick in ticks(first, last)
-        if tick == int(tick)
-    ]
+    shown = [10**tick if is_log else tick for tick in ticks(low, high)]
+    columns = [(x(int(tick)), f"{int(tick)}") for tick in ticks(first, last) if tick == int(tick)]
+    parts = _axes(title, [(y(value), f"{value:.4g}") for value in shown], columns)
     for number, (label, curve) in enumerate(drawn.items()):
         points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
         kind = f"curve c{number % 8}"
@@ -55,6 +48,15 @@ def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
             parts.append(f'<circle class="{kind} dot" cx="{points.split(",")[0]}" cy="{points.split(",")[1]}" r="4"/>')
         parts.append(f'<polyline class="{kind}" points="{points}"><title>{escape(label)}</title></polyline>')
     return "".join([*parts, "</svg>"])
+
+
+def _axes(title: str, rows: Iterable[tuple[float, str]], columns: Iterable[tuple[float, str]]) -> list[str]:
+    """Return the start of a chart: lines with labels at the heights of `rows`, and labels below."""
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+    for y, label in rows:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    return parts + [f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{label}</text>' for x, label in columns]
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -93,13 +95,8 @@ def timeline(history: RunHistory) -> str:
     def y(step: float) -> float:
         return HEIGHT - BOTTOM - step / last_step * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="steps over time">']
-    for tick in ticks(0, last_step):
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for tick in ticks(0, seconds / scale):
-        label = f"{tick:g}" if tick else unit
-        parts.append(f'<text x="{x(tick * scale):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{label}</text>')
+    columns = [(x(tick * scale), f"{tick:g}" if tick else unit) for tick in ticks(0, seconds / scale)]
+    parts = _axes("steps over time", [(y(tick), f"{tick:g}") for tick in ticks(0, last_step)], columns)
     for number, each in enumerate(history.interruptions):
         begin, after = history.lives[number][-1][0], history.lives[number + 1]
         end = next((time for time, step in after if step > after[0][1]), after[-1][0])  # the first progress, if any
