@@ -67,6 +67,13 @@ def test_positions_are_those_of_labels_and_of_as_many_others_as_a_row_needs() ->
     assert label_positions(LABELS.unflatten(0, (2, 2)), 9).tolist() == [[[0, 1, 2, 3]] * 2] * 2
 
 
+def test_rows_have_few_numbers_of_positions() -> None:
+    """Pipeline stages exchange shapes anew for each of them."""
+    labels = torch.full((40, 40), -100)
+    numbers = {label_positions(labels.index_fill(1, torch.arange(num), 1)).shape[-1] for num in range(41)}
+    assert numbers == {*range(3, 40, 3), 40}
+
+
 def _outputs(task: Any, batch: dict[str, Tensor], logits: Tensor) -> Any:
     """Return the outputs of a model of `transformers` that computes the logits of all positions, or of given ones."""
     kept = task.inputs(batch).get("logits_to_keep")
@@ -81,10 +88,10 @@ def test_losses_gradients_and_values_of_labels_equal_those_of_all_logits(kind: s
     batch = {"input_ids": labels.clamp(min=0), "labels": labels, POSITIONS: label_positions(labels)}
     found: list[list[Tensor]] = []
     for label_logits in (False, True):
-        task: Any = (
-            NextToken() if kind == "next token" else Prefer(PreferenceLoss(length_normalized=True), has_reference=False)
-        )
-        task.label_logits = label_logits
+        task: Any = NextToken(label_logits=label_logits)
+        if kind == "pairs":
+            loss = PreferenceLoss(length_normalized=True)
+            task = Prefer(loss, has_reference=False, label_logits=label_logits)
         outputs = _outputs(task, batch, logits)
         assert outputs.logits.shape[1] == (2 if label_logits else 4)
         loss = task.loss(outputs, batch)

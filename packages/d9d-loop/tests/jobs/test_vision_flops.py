@@ -26,8 +26,7 @@ from d9d_metrics import read_metrics
 
 REHEARSES = True  # see quick_jobs.py
 
-TASK, OF_LABELS = NextToken(), NextToken()
-OF_LABELS.label_logits = True
+TASK, OF_LABELS = NextToken(), NextToken(label_logits=True)
 
 
 @pytest.fixture(scope="module")

@@ -233,6 +233,10 @@ def test_a_missing_image_is_named_before_the_start(model: Path, tmp_path: Path) 
     file = write_lines(tmp_path / "chats.jsonl", [chat("a", "b"), chat([image(0), text("?")], "b")])
     with pytest.raises(UserError, match=r"chats\.jsonl, line 2: the image .*images/0\.png does not exist; .*relative"):
         text_trainer(vision_config(model, file, tmp_path))
+    content = base64.b64encode(bytes(300)).decode()  # without "data:", a name that no system takes
+    file = write_lines(tmp_path / "chats.jsonl", [chat([{"type": "image", "image": content}, text("?")], "b")])
+    with pytest.raises(UserError, match=r"chats\.jsonl, line 1: the image .*AAAA does not exist; .*relative"):
+        text_trainer(vision_config(model, file, tmp_path))
 
 
 @pytest.mark.parametrize("source", ["parquet", "saved", "columns", "marks", "data", "openai", "llava"])

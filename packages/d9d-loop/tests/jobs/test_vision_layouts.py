@@ -89,9 +89,8 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], more: Any 
     config = vision_config(model, file, runs, mesh=mesh, **(more or {}))
     built, task = (
         hugging_face_model(model, transformers.AutoModelForImageTextToText, **options),
-        NextToken(counts_skipped=True),
+        NextToken(counts_skipped=True, label_logits="gemma3" not in model.name),
     )
-    task.label_logits = True
     with wide_norms():
         Trainer(config, model=built, data=image_chats(config, print), task=task).train()
 

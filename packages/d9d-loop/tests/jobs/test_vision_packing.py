@@ -92,9 +92,8 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> None:
     config = _config(model, file, runs, mesh=mesh)
     built, task = (
         hugging_face_model(model, transformers.AutoModelForImageTextToText, **options),
-        NextToken(counts_skipped=True),
+        NextToken(counts_skipped=True, label_logits="gemma3" not in model.name),
     )
-    task.label_logits = True
     with wide_norms():
         Trainer(config, model=built, data=packed_image_chats(config), task=task).train()
 

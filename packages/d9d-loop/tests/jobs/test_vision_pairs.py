@@ -128,7 +128,7 @@ def _train(config: TextJobConfig) -> None:
     transformers: Any = import_module("transformers")
     model = hugging_face_model(config.model.folder, transformers.AutoModelForImageTextToText, dtype=torch.float64)
     data = image_chats(for_images(config), print, pairs=True)
-    task = Prefer(PreferenceLoss(), has_reference=True, counts_skipped=True)
+    task = Prefer(PreferenceLoss(), has_reference=True, counts_skipped=True, label_logits=True)
     with wide_norms():
         Trainer(config, model=model, data=data, task=task, reference="initial").train()
 

@@ -144,7 +144,7 @@ def _train(model: Path, file: Path, runs: Path) -> None:
 @pytest.mark.sample("gemma3")
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_balanced_stages_equal_a_plain_loop(family: str, released: Path, tmp_path: Path) -> None:
-    """The features of images of Qwen3-VL are also added behind the first block: it stays on the first stage."""
+    """The features of images of Qwen3-VL are also added behind the first block."""
     losses, parameters = plain_training(released / family, released / "chats.jsonl", CHATS, sizes=SIZES)
     run_ranks(_train, released / family, released / "chats.jsonl", tmp_path, world_size=2)
     assert_trained(tmp_path / "vision", losses, parameters)

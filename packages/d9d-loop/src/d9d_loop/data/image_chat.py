@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,7 +146,7 @@ def image_stamp(source: ImageSource, folder: Path) -> str:
     """Return a text that differs if an image does: the path, size and time of a file, or the digest of bytes."""
     match source:
         case str():
-            found = path.stat() if (path := folder / source).is_file() else None
+            found = _status(folder / source)
             return f"{source} {found and (found.st_size, found.st_mtime_ns)}"
         case bytes():
             return hashlib.sha256(source).hexdigest()
@@ -174,12 +175,20 @@ def check_image(source: ImageSource, folder: Path) -> str:
     """Return the name of an image for messages; raise `UserError` if it is a path of no file."""
     if not isinstance(source, str):
         return "an image"
-    if not (folder / source).is_file():
+    if _status(folder / source) is None:
         raise UserError(
             f"the image {folder / source} does not exist; expected a file, with a path relative to the file of the "
             "samples. Correct the path, or add the file."
         )
     return f"the image {folder / source}"
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return the size and times of a file, `None` if there is none, or the system cannot look for such a name."""
+    try:
+        return path.stat() if path.is_file() else None
+    except OSError:
+        return None
 
 
 def _given_images(sample: Mapping[str, Any]) -> list[Any]:

@@ -41,11 +41,12 @@ _NOT_INPUTS = {*_OF_TASKS, IMAGE_BYTES, "image_scale"}
 def label_positions(labels: Tensor, count: int | None = None) -> Tensor:
     """Return the positions [..., B, K] of the labels [..., B, L] of each row in ascending order, int64.
 
-    K is at most `count`, by default the largest number of labels of a row, but at least 1. Rows with fewer labels have
-    positions without a label, too. With `count`, no host-device synchronization.
+    K is at most `count`, by default the largest number of labels of a row, rounded up to a multiple of a 16th of L:
+    stages exchange shapes anew for each K. Rows with fewer labels have positions without a label, too. With `count`, no
+    host-device synchronization.
     """
-    is_label = labels != IGNORED_LABEL
-    count = max(1, int(is_label.sum(-1).max())) if count is None else count
+    is_label, step = labels != IGNORED_LABEL, -(-labels.shape[-1] // 16)
+    count = max(1, -(-int(is_label.sum(-1).max()) // step)) * step if count is None else count
     first = is_label.byte().argsort(dim=-1, descending=True, stable=True)[..., :count]
     return first.sort(dim=-1).values
 
@@ -91,10 +92,9 @@ def _split(batch: Batch, split: ContextSplit) -> Batch:
 class _LabelTask(Task):
     """Base class of tasks whose labels are tokens, for a model that returns logits; see `NextToken`."""
 
-    label_logits = False
-
-    def __init__(self, *, router_loss: float = 0.0, counts_skipped: bool = False) -> None:
+    def __init__(self, *, router_loss: float = 0.0, counts_skipped: bool = False, label_logits: bool = False) -> None:
         self._router_loss, self._counts_skipped = router_loss, counts_skipped
+        self.label_logits = label_logits
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model: all samples, or all answers of pairs, as rows."""
@@ -132,8 +132,6 @@ class NextToken(_LabelTask):
         router_loss: Factor of the balance loss of experts, which `transformers` computes for each microbatch and adds
             to the mean loss of its labels; not in evaluations.
         counts_skipped: If True, the metric `skipped_samples` is the number of samples that the data skipped.
-
-    Attributes:
         label_logits: If True, the model computes no logits but those at `label_positions` [B, K], if the batch has
             them. Losses and gradients are equal. `transformers` calls the argument `logits_to_keep`.
     """
@@ -185,7 +183,7 @@ class LabelScores(InferenceTask):
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Any:
         """Return this context-parallel rank's part of the rows, with the split."""
-        of_images = {key: each for key, each in batch.items() if key not in PER_TOKEN}
+        of_images = {key: each for key, each in batch.items() if key not in PER_TOKEN | {POSITIONS}}
         return {**self._task.split_sequence(batch, split), **of_images, "cp": split}
 
     def join_sequence(self, outputs: Any, split: ContextSplit) -> Any:
@@ -242,21 +240,19 @@ class Prefer(_LabelTask):
     """Preference optimization: the loss, metrics and reference of `PreferenceTask`, for a model that returns logits.
 
     The batch has `input_ids`, `attention_mask` and `labels` [P, 2, L]: the chosen and the rejected answer of each pair.
-    A batch with images is as for `NextToken`, which explains `label_logits`; positions are [P, 2, K].
+    A batch with images is as for `NextToken`; label positions are [P, 2, K].
 
     Args:
         loss: Loss of pairs.
         has_reference: See `PreferenceTask`.
         router_loss: As for `NextToken`; it multiplies the number of pairs.
-        counts_skipped: See `NextToken`.
+        options: `counts_skipped` and `label_logits` of `NextToken`.
     """
 
     weight_unit = "pairs"
 
-    def __init__(
-        self, loss: PreferenceLoss, *, has_reference: bool, router_loss: float = 0.0, counts_skipped: bool = False
-    ) -> None:
-        super().__init__(router_loss=router_loss, counts_skipped=counts_skipped)
+    def __init__(self, loss: PreferenceLoss, *, has_reference: bool, router_loss: float = 0.0, **options: bool) -> None:
+        super().__init__(router_loss=router_loss, **options)
         self._packed = PreferenceTask(loss, has_reference=has_reference)
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Any:

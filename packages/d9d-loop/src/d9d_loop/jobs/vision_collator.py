@@ -163,7 +163,7 @@ class ImageCollator:
         """Return a sample with decoded images; `None` if one is broken, and such samples are dropped."""
         decode = cache(call)  # both conversations of a pair have the same images
         try:
-            return [replace(row, images=[decode(each) for each in row.images]) for row in rows]
+            return [replace(row, images=[decode(i) if callable(i) else i for i in row.images]) for row in rows]
         except UserError as error:
             if self._broken == "drop":
                 return None
