@@ -112,6 +112,13 @@ def test_texts_in_parts_are_joined_unless_the_template_reads_parts(reads_parts: 
             ChatTemplate(template).render([{"role": "user", "content": [{"type": "image"}]}])
 
 
+@pytest.mark.parametrize("content", ["a", [{"type": "text", "text": "a"}]])
+def test_a_content_is_given_in_parts_to_a_template_that_reads_only_parts(content: Any) -> None:
+    loop = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    template = ChatTemplate(CHATML.replace("{{ message.content }}", loop))
+    assert template.render([{"role": "user", "content": content}]) == "<|im_start|>user\na<|im_end|>\n"
+
+
 DROPS_THINKING = CHATML.replace(
     "{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1].lstrip() }}"
 )

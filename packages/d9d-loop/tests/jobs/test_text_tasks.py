@@ -88,10 +88,10 @@ def test_losses_gradients_and_values_of_labels_equal_those_of_all_logits(kind: s
     batch = {"input_ids": labels.clamp(min=0), "labels": labels, POSITIONS: label_positions(labels)}
     found: list[list[Tensor]] = []
     for label_logits in (False, True):
-        task: Any = NextToken(label_logits=label_logits)
-        if kind == "pairs":
-            loss = PreferenceLoss(length_normalized=True)
-            task = Prefer(loss, has_reference=False, label_logits=label_logits)
+        task: Any = {
+            "next token": NextToken(label_logits=label_logits),
+            "pairs": Prefer(PreferenceLoss(length_normalized=True), has_reference=False, label_logits=label_logits),
+        }[kind]
         outputs = _outputs(task, batch, logits)
         assert outputs.logits.shape[1] == (2 if label_logits else 4)
         loss = task.loss(outputs, batch)

@@ -21,6 +21,9 @@ TRAINING_DATE = date(2024, 7, 26)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+_PROBE = "a content"
+
+
 @final
 class NoChatTemplateError(UserError):
     """A folder has no chat template."""
@@ -69,16 +72,19 @@ class ChatTemplate:
         return hashlib.sha256(f"{options}\0{self.source}".encode()).hexdigest()
 
     @cached_property
-    def _reads_parts(self) -> bool:
-        """True if the template gives the same text for a content as for its only part; others print the list."""
-        message = {"role": "user", "content": "a"}
+    def _needs_parts(self) -> bool | None:
+        """True if the template reads contents in parts alone, False if texts alone, `None` if both."""
+        message = {"role": "user", "content": _PROBE}
+        reads_text, reads_parts = (self._reads(each) for each in (message, with_parts(message)))
+        return None if reads_text and reads_parts else reads_parts
+
+    def _reads(self, message: Message) -> bool:
+        """Return True if the text of a message has its content, and not the form of the content."""
         try:
-            texts = [
-                self._compiled.render(messages=[each], **self.special_tokens) for each in (message, with_parts(message))
-            ]
-        except Exception:  # of a template that cannot read one of them
+            text = self._compiled.render(messages=[message], **self.special_tokens)
+        except Exception:  # of a template that cannot read it
             return False
-        return texts[0] == texts[1]
+        return _PROBE in text and f"text': '{_PROBE}" not in text and f'text": "{_PROBE}' not in text
 
     def render(
         self,
@@ -90,16 +96,16 @@ class ChatTemplate:
     ) -> str:
         """Render messages to text. With `add_generation_prompt`, append the header of an assistant message.
 
-        `options` are further variables. The texts of a content in parts are joined if the template cannot read parts.
+        `options` are further variables. Each content gets the form that the template reads: a text, or parts.
 
         Raises:
             UserError: If the template cannot render the messages.
         """
         from jinja2 import TemplateError  # noqa: PLC0415 - optional
 
-        if self.has_parts:
+        if self.has_parts or self._needs_parts is True:
             messages = list(map(with_parts, messages))
-        elif any(isinstance(message["content"], list) for message in messages) and not self._reads_parts:
+        elif self._needs_parts is False:
             messages = list(map(_with_text, messages))
         try:
             return self._compiled.render(
