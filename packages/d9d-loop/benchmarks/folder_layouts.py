@@ -8,7 +8,8 @@ time in reverse order. Times are the wall time of rank 0, and the CPU time of al
 
 - `pipeline`: a Qwen3 of 12 layers, as a folder and as d9d's own family, 1F1B. The pipelines of `transformers` have no
   backward pass (`DistributedConfig(pp_size=...)` is for generation), so they are no peer in training.
-- `experts`: a Qwen3-MoE with 64 experts, its experts sharded over all ranks, and its layers tensor-parallel. The bytes
+- `experts`: a Qwen3-MoE with 64 experts, its experts sharded over all ranks, and its layers tensor-parallel, with 1,024
+  and 4,096 tokens a step: the optimizer and FSDP's gathers of the dense layers do not depend on the tokens. The bytes
   are those of dispatched rows and their gradients, beside the fewest: one row for each other rank with its experts.
 - `memory`: the peak of each rank while a folder is loaded in pipeline stages, beside the parameters of its stage.
 """
@@ -110,11 +111,11 @@ class OwnTask(Task):
         return Loss(outputs.sum(), weight=batch["labels"].numel())
 
 
-def steps(folder: str, meshes: dict[str, dict[str, int]], runs: str, repeats: int) -> dict[str, Any]:
+def steps(folder: str, meshes: dict[str, dict[str, int]], num_rows: int, runs: str, repeats: int) -> dict[str, Any]:
     """Run steps of engines in turn; return the wall and CPU seconds of each, and the bytes of dispatched rows."""
     torch.set_num_threads(1)
     rank, sent = int(os.environ["RANK"]), {"moved": 0, "bound": 0}
-    ids = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCABULARY, (num_rows, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row[None, :-1], "labels": row[None, 1:]} for row in ids]
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in meshes}
     with ExitStack() as stack:
@@ -221,10 +222,12 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def compare(folder: str, meshes: dict[str, dict[str, int]], ranks: int, repeats: int) -> dict[str, Any]:
+def compare(
+    folder: str, meshes: dict[str, dict[str, int]], ranks: int, repeats: int, num_rows: int = ROWS
+) -> dict[str, Any]:
     """Return the median seconds of the steps of a case, and the median ratio of the first to the second of a pair."""
     with tempfile.TemporaryDirectory() as runs:
-        found = in_processes(steps, folder, meshes, runs, repeats, ranks=ranks)
+        found = in_processes(steps, folder, meshes, num_rows, runs, repeats, ranks=ranks)
     seconds = {
         name: {
             "wall": [wall for wall, _ in found[0]["seconds"][name]],
@@ -276,7 +279,9 @@ def main() -> None:
             elif case == "experts":
                 sharded = {"data_parallel_shard": 4, "expert_parallel": 4}
                 meshes = {"experts": sharded, "tensor parallel": {"tensor_parallel": 4}}
-                result["experts on 4 ranks"] = compare(folder, meshes, 4, arguments.repeats)
+                for num_rows in (ROWS, 4 * ROWS):
+                    found = compare(folder, meshes, 4, arguments.repeats, num_rows)
+                    result[f"experts on 4 ranks, {num_rows * LENGTH} tokens"] = found
             else:
                 found = in_processes(load, folder, {"pipeline_parallel": 4}, f"{root}/runs", ranks=4)
                 worst = max(found, key=lambda each: each["peak_bytes"] - 1.1 * each["parameter_bytes"])
