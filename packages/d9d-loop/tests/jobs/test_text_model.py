@@ -106,7 +106,9 @@ def test_an_adapted_classifier_of_any_family_equals_base_and_adapters_in_peft(fa
     with torch.no_grad():
         found = peft.PeftModel.from_pretrained(base, run / "adapters").eval()(ids)[0]
         expected = export(ids)[0]
+        auto = peft.AutoPeftModelForSequenceClassification.from_pretrained(run / "adapters", pad_token_id=1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(auto.eval()(ids)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full

@@ -28,6 +28,9 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.tasks import NextTokenTask, PreferenceTask
 
+_PEFT_TASKS = {"reward": "SEQ_CLS", "classify": "SEQ_CLS", "embed": "FEATURE_EXTRACTION", "vision": None}
+"""Tasks of peft, by which its auto classes choose the class of the model, if they are not `CAUSAL_LM`."""
+
 
 def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     """Build the Trainer of a job on text. `transformers` can load the exported folder with its tokenizer.
@@ -48,7 +51,7 @@ def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     data, task, model = _parts(config, of_model, notes.append, reads_data=reads_data)
     if isinstance(task, NextToken | Prefer):
         task.label_logits = takes_positions(model)
-    task_type = "CAUSAL_LM" if of_model.job in ("sft", "pretrain", "dpo") else None
+    task_type = _PEFT_TASKS.get(of_model.job, "CAUSAL_LM")
     adapted = None if config.adapter is None else AdaptedModel(model, config.adapter, task_type=task_type)
     compute = config.compute_metrics
     trainer = Trainer(
@@ -85,18 +88,16 @@ def _check_folders(config: TextJobConfig) -> None:
                 f"downloaded: hf download NAME --local-dir {path}"
             )
     folder = config.model.folder
-    if folder is not None and not folder.is_dir():
+    if folder is None:
+        return
+    if not folder.is_dir():
         raise UserError(f"model.folder = {folder} is a file; expected its folder, with config.json.")
-    if (
-        folder is not None
-        and (folder / "adapter_config.json").is_file()
-        and not list(folder.glob("model*.safetensors"))
-    ):
+    if (folder / "adapter_config.json").is_file() and not list(folder.glob("model*.safetensors")):
         raise UserError(
             f"model.folder = {folder} has adapters; expected a model. Set it to the export of the job that trained "
             "them, or to the model that d9d-export writes from them."
         )
-    if folder is not None and not config.has_own_model:
+    if not config.has_own_model:
         read_config(folder, auto_class(config.job), {})
 
 
@@ -155,8 +156,7 @@ def _preference_task(config: TextJobConfig, *, router_loss: float = 0.0, counts_
     loss = PreferenceLoss(**chosen.model_dump(exclude={"reference"}))
     if config.dataset.packing:
         return PreferenceTask(loss, has_reference=chosen.reference)
-    options: dict[str, Any] = {"router_loss": router_loss, "counts_skipped": counts_skipped}
-    return Prefer(loss, has_reference=chosen.reference, **options)
+    return Prefer(loss, has_reference=chosen.reference, router_loss=router_loss, counts_skipped=counts_skipped)
 
 
 def _reference(config: TextJobConfig, adapted: AdaptedModel | None) -> Reference | None:
