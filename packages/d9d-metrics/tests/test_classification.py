@@ -92,6 +92,19 @@ def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes
         assert metric.compute()["accuracy"].item() == pytest.approx(top, rel=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "num_classes"), [(torch.uint8, 256), (torch.uint8, 300), (torch.int8, 128)])
+def test_targets_may_be_of_a_dtype_that_does_not_hold_the_number_of_classes(
+    dtype: torch.dtype, num_classes: int
+) -> None:
+    targets = torch.tensor([7, 120, 7], dtype=dtype)
+    scores = torch.eye(num_classes)[[7, 120, 5]]
+    metric, matrix = MulticlassClassification(num_classes, {"accuracy": accuracy()}), ConfusionMatrix(num_classes)
+    metric.update(scores, targets)
+    matrix.update(scores, targets)
+    assert metric.compute()["accuracy"].item() == 2 / 3
+    assert matrix.compute()[[7, 120, 7], [7, 120, 5]].tolist() == [1, 1, 1]
+
+
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(1, 40), num_labels=st.integers(2, 5))
 def test_multilabel_equals_scikit_learn(seed: int, num_samples: int, num_labels: int) -> None:

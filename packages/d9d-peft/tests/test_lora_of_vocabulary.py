@@ -106,6 +106,42 @@ def test_embeddings_with_max_norm_are_skipped() -> None:
     ]
 
 
+class _Scaled(nn.Embedding):
+    """Table whose rows are multiplied by a number, or by a tensor."""
+
+    def __init__(self, embed_scale: float | Tensor) -> None:
+        super().__init__(7, 4)
+        self.embed_scale = embed_scale
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        return super().forward(input) * self.embed_scale
+
+
+@pytest.mark.parametrize("scale", [3.0, torch.tensor(3.0)], ids=["number", "tensor"])
+def test_the_update_of_a_scaled_embedding_is_scaled_as_its_rows(scale: float | Tensor) -> None:
+    model = nn.ModuleDict({"table": _Scaled(scale)}).double()
+    inject(LoRA("table", rank=2, alpha=6), model)
+    nn.init.normal_(model.get_parameter("table.adapter.lora_b"))
+    a, b = (model.get_parameter(f"table.adapter.lora_{x}") for x in "ab")
+    expected = (model.get_parameter("table.weight") + 3 * b @ a)[IDS] * 3
+    torch.testing.assert_close(model["table"](IDS), expected, rtol=1e-14, atol=1e-14)
+    merge_(model)
+    torch.testing.assert_close(model["table"](IDS), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_tables_that_are_looked_up_in_another_way_are_skipped() -> None:
+    class Positions(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+            return super().forward(input.cumsum(-1) + 1)
+
+    model = nn.ModuleDict({"table": Positions(9, 4), "mix": nn.Linear(4, 4)})
+    inject(LoRA("table|mix"), model)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        "mix.adapter.lora_a",
+        "mix.adapter.lora_b",
+    }
+
+
 def qwen(*, tied: bool = False) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

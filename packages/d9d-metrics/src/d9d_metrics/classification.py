@@ -169,11 +169,6 @@ class ConfusionMatrix(Metric):
         return _unless(self._invalid, self._counts.value.double())
 
 
-def _is_nan(values_NC: Tensor) -> Tensor:
-    """Return a bool mask [N], True for samples with a NaN in the last dim."""
-    return values_NC.isnan().any(-1)
-
-
 def _unless(invalid: Accumulator, value: Tensor) -> Tensor:
     """Return the value, or NaN if any counted sample was invalid. No host-device synchronization."""
     return value.where(invalid.value == 0, torch.nan)
@@ -181,8 +176,9 @@ def _unless(invalid: Accumulator, value: Tensor) -> Tensor:
 
 def _valid_classes(targets_N: Tensor, predictions_NC: Tensor) -> tuple[Tensor, Tensor]:
     """Return int64 targets, 0 for those outside [0, C), and True for these samples and those with a NaN."""
+    targets_N = targets_N.long()  # a narrow dtype may not hold the number of classes
     is_class_N = (targets_N >= 0) & (targets_N < predictions_NC.shape[-1])
-    return targets_N.long().where(is_class_N, 0), ~is_class_N | _is_nan(predictions_NC)
+    return targets_N.where(is_class_N, 0), ~is_class_N | predictions_NC.isnan().any(-1)
 
 
 def _predicted_classes(predictions_NC: Tensor, targets_N: Tensor, top_k: int) -> Tensor:

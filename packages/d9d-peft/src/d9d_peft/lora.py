@@ -70,9 +70,9 @@ class LoRA(LowRankMethod):
     Attributes:
         target: Regular expression, searched in the qualified names of the model's modules (`r"attn.[qkvo]_proj$"`), or
             module types such as `nn.Linear`. Supported are `nn.Linear`, the `Conv1D` of `transformers`,
-            `d9d_moe.GroupedLinear`, `nn.Embedding` without `max_norm`, and language-model heads with one `weight`:
-            modules with a `token_loss` (`d9d_dist.HasTokenLoss`) that use their input only in `x @ weight.T`. Other
-            matches are skipped.
+            `d9d_moe.GroupedLinear`, `nn.Embedding` without `max_norm`, also a subclass that multiplies the rows by
+            `embed_scale`, and language-model heads with one `weight`: modules with a `token_loss`
+            (`d9d_dist.HasTokenLoss`) that use their input only in `x @ weight.T`. Other matches are skipped.
         rank: Rank of each update.
         alpha: Numerator of the scale alpha / rank of each update.
         dropout: Probability that an input element of an update is zeroed in training.
@@ -102,8 +102,10 @@ def update_of(layer: nn.Module) -> Update | None:
     if isinstance(layer, nn.Linear) or is_conv1d(layer):
         return _adapted_linear
     if isinstance(layer, nn.Embedding):
+        forward: Any = type(layer).forward
+        is_other = forward is not nn.Embedding.forward and not hasattr(layer, "embed_scale")
         # With max_norm, the lookup itself changes the weight.
-        return _adapted_embedding if layer.max_norm is None else None
+        return None if is_other or layer.max_norm is not None else _adapted_embedding
     if isinstance(layer, HasTokenLoss) and layer._parameters.get("weight") is not None:
         return _adapted_head
     return _adapted_groups if grouped_product(layer) is not None else None
@@ -125,10 +127,12 @@ def _adapted_groups(
 
 
 def _adapted_embedding(adapter: LoraAdapter, layer: nn.Module, inner: Callable[..., Tensor], ids: Tensor) -> Tensor:
-    """Add the rows of `s B A` to the looked-up rows of the table, without dropout, as in `peft`."""
+    """Add the rows of `s B A`, times `embed_scale` if there is one, to those of the table; no dropout, as in `peft`."""
     assert isinstance(layer, nn.Embedding)
-    reduced = F.embedding(ids, adapter.lora_b, layer.padding_idx)
-    return _sum(inner(ids), reduced @ adapter.lora_a, adapter.low_rank)
+    update = F.embedding(ids, adapter.lora_b, layer.padding_idx) @ adapter.lora_a
+    scale = getattr(layer, "embed_scale", 1.0)
+    update = update * (scale.to(layer.weight.dtype) if isinstance(scale, Tensor) else scale)
+    return _sum(inner(ids), update, adapter.low_rank)
 
 
 def _adapted_head(
