@@ -94,6 +94,54 @@ def test_saved_adapters_have_the_module_names_of_the_base_checkpoint(tmp_path: P
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
+class _Projector(nn.Module):
+    """A module with a parameter of its own beside a norm and a frozen table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm, self.table = nn.Parameter(torch.ones(5, 5)), nn.LayerNorm(5), nn.Embedding(2, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x @ self.weight) + self.table.weight.sum(0)
+
+
+class _Projected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.projector = nn.Linear(5, 5), _Projector()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.projector(self.layer(x))
+
+
+def test_a_module_that_is_tuned_is_whole_in_the_files_with_those_inside(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    method = Stack(LoRA("layer", rank=2), FullTune(r"projector\.(weight|norm)"))
+    model, other = _Projected(), _Projected()
+    inject(method, model)
+    for each in model.parameters():
+        if each.requires_grad:
+            nn.init.normal_(each)
+    save_adapters(model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["projector"]
+    x = torch.ones(2, 5)
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(_Projected(), tmp_path)(x), model(x))
+    inject(method, other)
+    load_adapters(other, tmp_path)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_an_adapter_inside_of_a_tuned_module_is_an_error(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"outer": _Projector()})
+    model["outer"].norm = nn.Linear(5, 5)
+    inject(Stack(LoRA("norm", rank=2), FullTune(r"outer\.weight")), model)
+    with pytest.raises(
+        UserError, match=r"outer\.weight is trained in full, and outer\.norm\.adapter\.lora_a is an adapter"
+    ):
+        save_adapters(model, tmp_path)
+
+
 def grouped(seed: int = 1) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(GroupedLinear(3, 5, 5))

@@ -107,7 +107,8 @@ def adapter_config(
         "inference_mode": True,
         "target_modules": list(layers),
         "target_parameters": list(parameters) or None,
-        "modules_to_save": list(modules) or None,
+        # A module is whole in the files, with those inside.
+        "modules_to_save": [name for name in modules if not set(owners(name)) & set(modules)] or None,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
@@ -224,10 +225,10 @@ def refuse_other_modules(
     in the base checkpoint.
     """
     entries = config.get("modules_to_save") or []
-    owners = {name: _owners(name) for name in base_names}
-    replaced = {m for modules in owners.values() for m in modules if _is_named(m, entries)} if entries else set[str]()
-    missing = [name for name, modules in owners.items() if name not in trained and not replaced.isdisjoint(modules)]
-    unnamed = [name for name in trained if not any(m.endswith(entry) for m in _owners(name) for entry in entries)]
+    inside = {name: owners(name) for name in base_names}
+    replaced = {m for modules in inside.values() for m in modules if _is_named(m, entries)} if entries else set[str]()
+    missing = [name for name, modules in inside.items() if name not in trained and not replaced.isdisjoint(modules)]
+    unnamed = [name for name in trained if not any(m.endswith(entry) for m in owners(name) for entry in entries)]
     if missing or unnamed:
         problem = f"the files lack {shorten(missing)}" if missing else f"the files also hold {shorten(unnamed)}"
         raise UserError(f"{origin} has modules_to_save = {entries!r}, but {problem}. Correct the entry.")
@@ -310,8 +311,8 @@ def _by_pattern(config: Mapping[str, Any], entry: str, name: str, default: Any) 
     return next(matching, default)
 
 
-def _owners(name: str) -> list[str]:
-    """Return the names of the modules that contain a tensor, innermost first."""
+def owners(name: str) -> list[str]:
+    """Return the names of the modules that contain a tensor or a module, innermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
 

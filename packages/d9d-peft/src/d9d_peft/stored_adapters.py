@@ -13,6 +13,7 @@ from d9d_peft.adapter import DEFAULT_ADAPTER, adapted_layers, adapter_parameters
 from d9d_peft.all_linear import weight_of
 from d9d_peft.dora import DoraAdapter
 from d9d_peft.lora import LoraAdapter
+from d9d_peft.peft_config import owners
 from d9d_peft.peft_layout import PREFIX, StoredLayer
 from d9d_peft.stored_parameter import StoredParameter, nested
 from d9d_state import StateMapper
@@ -192,22 +193,27 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 def _tuned_modules(
     model: nn.Module, first: Mapping[str, str], base_mapper: StateMapper | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of modules that own a fully fine-tuned parameter, by module name and name in the file.
+    """Return the tensors of modules that own a fully fine-tuned parameter, by owner and name in the file.
 
-    All tensors of such a module are included, as in peft's `modules_to_save`. A tied parameter is in several modules:
-    peft unties it, so each of these modules is stored.
+    All tensors inside of such a module are included, as in peft's `modules_to_save`. A tied parameter is in several
+    modules: peft unties it, so each of these modules is stored. Raises `UserError` if there are adapters inside, too.
     """
-    by_module: dict[str, dict[str, Tensor]] = {}
     owned = adapter_parameters(model)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        by_module.setdefault(canonical_name(name).rpartition(".")[0], {})[canonical_name(name)] = tensor
+    tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    trained = [name for name, tensor in tensors.items() if tensor.requires_grad and id(tensor) not in owned]
+    tuned = {name.rpartition(".")[0]: name for name in trained}
     modules: dict[str, dict[str, Tensor]] = {}
-    for tensors in by_module.values():
-        if not any(tensor.requires_grad and id(tensor) not in owned for tensor in tensors.values()):
+    for name, tensor in tensors.items():
+        outer = next((each for each in (*owners(name), "") if each in tuned), None)
+        if outer is None:
             continue
-        for name, tensor in tensors.items():
-            stored = checkpoint_name(name, base_mapper, first=first[name])
-            modules.setdefault(stored.rpartition(".")[0], {})[f"{PREFIX}{stored}"] = tensor
+        if id(tensor) in owned:
+            raise UserError(
+                f"{tuned[outer]} is trained in full, and {name} is an adapter inside the same module; expected no "
+                "adapter there, because files of peft hold such a module whole. Leave one of them out."
+            )
+        stored = checkpoint_name(name, base_mapper, first=first[name])
+        modules.setdefault(stored.rpartition(".")[0], {})[f"{PREFIX}{stored}"] = tensor
     return modules
 
 
