@@ -31,7 +31,7 @@ from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.cli_main import cli_main
 from d9d_loop.data.contents import identity_of
-from d9d_loop.data.image_chat import read_image_chat
+from d9d_loop.data.image_chat import read_image_chat, read_image_pair
 from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data_error import DataError
 from d9d_loop.jobs import NextToken, TextJobConfig, text_trainer, write_starter
@@ -547,6 +547,25 @@ def test_a_message_with_a_mark_in_a_text_without_images_is_a_text() -> None:
     found = read_image_chat(chat("write <image>", "b"))
     assert found.images == []
     assert found.conversation.messages[0]["content"] == [text("write <image>")]
+
+
+def test_a_mark_in_an_answer_is_a_text() -> None:
+    found = read_image_chat({**chat("how to show it?", "use <image> here", "<image>?"), "image": "a.png"})
+    place, (question, answer, other) = {"type": "image"}, (each["content"] for each in found.conversation.messages)
+    assert (question, answer) == ([text("how to show it?")], [text("use <image> here")])
+    assert other == [place, text("?")]
+    sample = {"images": ["a.png"], "prompt": "w", "chosen": "yes", "rejected": "see <image>"}
+    pair = read_image_pair(sample)
+    messages = [[each["content"] for each in one.conversation.messages] for one in pair]
+    assert messages == [[[place, text("w")], [text(answer)]] for answer in ("yes", "see <image>")]
+
+
+@pytest.mark.parametrize("later", ["<image>", [{"type": "image"}]])
+def test_answers_of_a_pair_with_different_places_of_images_in_their_prompts_are_an_error(later: Any) -> None:
+    turns = chat("w", "see", later, "b")["messages"]
+    sample = {"image": "a.png", "prompt": "w", "chosen": turns[1:], "rejected": "no"}
+    with pytest.raises(UserError, match="a pair has images in the prompt of one answer, and after the prompt of the o"):
+        read_image_pair(sample)
 
 
 def test_the_starter_names_its_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

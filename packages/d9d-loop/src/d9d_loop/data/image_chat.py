@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,8 @@ def read_image_chat(sample: Mapping[str, Any]) -> ImageChat:
 
     - Parts of messages: `{"type": "image", "image": ...}`, or `image_url` in the form of OpenAI.
     - The key `images`, a list, or `image`. Parts `{"type": "image"}` without a value take them in order; if no part is
-      an image, each `<image>` in a text does; without any, the images come first in the first message of the user.
+      an image, each `<image>` in a text that is no answer does; else, the images come first in the first message of the
+      user.
 
     An image is a path, bytes, a data URL, or an object with `bytes` or `path`, as tables of `datasets` store it.
 
@@ -56,9 +58,15 @@ def read_image_chat(sample: Mapping[str, Any]) -> ImageChat:
 def read_image_pair(sample: Mapping[str, Any]) -> tuple[ImageChat, ImageChat]:
     """Convert a preference sample, see `read_pair`, to its chosen and rejected conversations with images.
 
-    Both have the images of the sample, which are as for `read_image_chat`.
+    Both have the images of the sample, which are as for `read_image_chat`, at the same places of the prompt.
     """
     chosen, rejected = (_with_images(each, _given_images(sample)) for each in read_pair(sample))
+    first = chosen.conversation.first_trained
+    if chosen.conversation.messages[:first] != rejected.conversation.messages[:first]:
+        raise UserError(
+            "a pair has images in the prompt of one answer, and after the prompt of the other; expected equal prompts. "
+            "Move the places of the images to the prompt."
+        )
     return chosen, rejected
 
 
@@ -75,19 +83,13 @@ def _with_images(conversation: Conversation, given: list[Any]) -> ImageChat:
     messages = [with_parts(message) for message in conversation.messages]
     if given and not any(part.get("type") in ("image", "image_url") for part in _parts(messages)):
         messages = _with_places(messages, len(given))
-    rest = iter(given)
-    images = [
-        next(rest, None) if value is None else value
-        for part in _parts(messages)
-        if part.get("type") != "text"
-        for value in [_value_of(part)]
-    ]
-    if None in images or next(rest, None) is not None:
-        num_places = sum(part.get("type") != "text" and _value_of(part) is None for part in _parts(messages))
+    images, rest = [_value_of(part) for part in _parts(messages) if part.get("type") != "text"], iter(given)
+    if None in given or images.count(None) != len(given):
         raise UserError(
-            f"a sample has {len(given)} images in images or image, and {num_places} places for them; expected equal "
-            'numbers. Add parts {"type": "image"}, or images.'
+            f"a sample has {len(given)} images in images or image, and {images.count(None)} places for them; expected "
+            'equal numbers. Add parts {"type": "image"}, or images.'
         )
+    images = [next(rest) if image is None else image for image in images]
     for message in messages:
         message["content"] = [part if part.get("type") == "text" else {"type": "image"} for part in message["content"]]
     return ImageChat(replace(conversation, messages=messages), [_source(image) for image in images])
@@ -213,9 +215,10 @@ def _parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
 
 
 def _with_places(messages: list[Message], count: int) -> list[Message]:
-    """Return messages with a part for each `<image>` of a text, or with `count` parts before the first user's text."""
-    if any(_MARK in part["text"] for part in _parts(messages)):
-        return [{**message, "content": list(_split(message["content"]))} for message in messages]
+    """Return messages with a part for each `<image>` outside of answers, or `count` before the first user's text."""
+    split = [each if each["role"] == "assistant" else {**each, "content": _split(each["content"])} for each in messages]
+    if any(part["type"] == "image" for part in _parts(split)):
+        return split
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise UserError("a sample has images, but no message of a user; expected one. Add the message.")
@@ -223,13 +226,9 @@ def _with_places(messages: list[Message], count: int) -> list[Message]:
     return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
 
 
-def _split(parts: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    for part in parts:
-        for number, text in enumerate(part["text"].split(_MARK)):
-            if number:
-                yield {"type": "image"}
-            if text:
-                yield {"type": "text", "text": text}
+def _split(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    texts = (text for part in parts for text in re.split(f"({_MARK})", part["text"]) if text)
+    return [{"type": "image"} if text == _MARK else {"type": "text", "text": text} for text in texts]
 
 
 def _value_of(part: Mapping[str, Any]) -> Any:
