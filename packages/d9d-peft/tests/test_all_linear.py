@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_dist import MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
@@ -34,6 +34,38 @@ def test_linear_layers_are_those_of_peft_and_the_head() -> None:
     names = {name.partition(".lora_A")[0] for name, _ in theirs.named_parameters() if "lora_A" in name}
     assert {f"base_model.model.{name}" for name in linear_layers(gpt2())} == names | {"base_model.model.lm_head"}
     assert "base_model.model.transformer.h.0.attn.c_attn" in names
+
+
+class _Same(nn.Linear):
+    """Linear layer that computes its product in another way, as that of Falcon."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        hidden, bias = input @ self.weight.T, self._parameters["bias"]
+        return hidden if bias is None else hidden + bias
+
+
+class _Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        return 2 * super().forward(input)
+
+
+class _Router(nn.Linear):
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as in torch
+        return super().forward(input).topk(1)
+
+
+class _Blocks(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        return torch.einsum("bgi,goi->bgo", input.view(-1, 3, 2), self.weight.view(3, 1, 2)).flatten(1)
+
+
+@pytest.mark.parametrize("method", [LoRA, DoRA])
+def test_layers_that_are_no_product_with_their_weight_have_no_adapter(method: Any) -> None:
+    layers = [nn.Linear(6, 3), _Same(6, 3), _Doubled(6, 3), _Router(6, 3), _Blocks(2, 3, bias=False)]
+    model = nn.Sequential(*layers)
+    assert linear_layers(model) == ["0", "1"]
+    inject(method(nn.Linear, rank=2), model)
+    assert [hasattr(each, "adapter") for each in layers] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("method", [LoRA, DoRA])

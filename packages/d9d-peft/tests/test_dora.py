@@ -50,6 +50,24 @@ def test_matches_equation_5_with_a_constant_norm_in_backward() -> None:
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-11, atol=1e-11)
 
 
+def test_rows_of_zeros_are_trained_and_merged() -> None:
+    linear, adapter = layer()
+    with torch.no_grad():
+        linear.weight[2] = 0
+    x = torch.randn(3, 6, dtype=torch.float64)
+    for _ in range(3):
+        before, y = [each.detach().clone() for each in adapter.parameters()], linear(x)
+        gradients = torch.autograd.grad((y - 1).square().sum(), list(adapter.parameters()))
+        assert all(each.isfinite().all() for each in gradients)
+        with torch.no_grad():
+            for each, gradient in zip(adapter.parameters(), gradients, strict=True):
+                each -= 0.01 * gradient
+    assert (adapter.magnitude_offset[2] != 0) and not torch.equal(before[1][2], torch.zeros(2, dtype=torch.float64))
+    y = linear(x)
+    merge_(linear)
+    torch.testing.assert_close(linear(x), y, rtol=1e-12, atol=1e-12)
+
+
 def test_initial_adapter_has_no_effect_if_the_weight_is_loaded_later() -> None:
     linear, adapter = layer()
     nn.init.normal_(linear.weight, std=7.0)

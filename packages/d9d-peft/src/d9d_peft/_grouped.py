@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,8 +12,5 @@ Product = Callable[..., Tensor]
 
 def grouped_product(layer: nn.Module) -> Product | None:
     """Return `d9d_moe.grouped_matmul` for a `d9d_moe.GroupedLinear`, else `None`. Does not import `d9d_moe` itself."""
-    if "d9d_moe" not in sys.modules:
-        return None
-    from d9d_moe import GroupedLinear, grouped_matmul  # noqa: PLC0415  (the extra `moe`)
-
-    return grouped_matmul if isinstance(layer, GroupedLinear) else None
+    module: Any = sys.modules.get("d9d_moe")
+    return module.grouped_matmul if module is not None and isinstance(layer, module.GroupedLinear) else None

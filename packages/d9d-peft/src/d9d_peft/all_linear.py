@@ -1,27 +1,36 @@
 """Linear layers of a model, and the `Conv1D` of `transformers`, a linear layer with a transposed weight."""
 
+import copy
 import sys
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of all linear layers, as `target_modules="all-linear"` of peft matches, heads included.
+    """Return the names of all layers that are linear, see `is_linear`; the heads and no grouped experts."""
+    return [name for name, module in model.named_modules() if name and is_linear(module)]
 
-    These are `nn.Linear` and the `Conv1D` of `transformers`. Grouped experts are not linear layers.
-    """
-    return [
-        name for name, module in model.named_modules() if name and (isinstance(module, nn.Linear) or is_conv1d(module))
-    ]
+
+@torch.no_grad()
+def is_linear(layer: nn.Module) -> bool:
+    """Return True for `nn.Linear`, the `Conv1D` of `transformers`, and a subclass whose forward computes the same."""
+    forward: Any = type(layer).forward
+    if not isinstance(layer, nn.Linear) or forward is nn.Linear.forward or type(layer.weight) is not nn.Parameter:
+        return isinstance(layer, nn.Linear) or is_conv1d(layer)
+    probe, x = copy.copy(layer), torch.eye(2, device="cpu")
+    probe._parameters = {"weight": nn.Parameter(x + x.flip(0) * 2), "bias": None}
+    try:
+        return torch.equal(forward(probe, x), x + x.flip(0) * 2)
+    except Exception:  # its forward needs the layer's own sizes
+        return False
 
 
 def is_conv1d(layer: nn.Module) -> bool:
     """Return True for a `Conv1D` of `transformers`, whose weight is [in, out]. Does not import `transformers`."""
-    if "transformers" not in sys.modules:
-        return False
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(layer, Conv1D)
+    module: Any = sys.modules.get("transformers.pytorch_utils")
+    return module is not None and isinstance(layer, module.Conv1D)
 
 
 def weight_of(layer: nn.Module) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from d9d_dist import full_tensor, local_region, local_tensor, reduce_from_axis
 from d9d_dist.values.parameter_role import ParameterRole
 from d9d_peft._grouped import Product, grouped_product
-from d9d_peft.all_linear import is_conv1d, weight_of
+from d9d_peft.all_linear import is_linear, weight_of
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod
 
 
@@ -83,7 +83,7 @@ class DoraAdapter(LowRankAdapter):
     def _row_scale(self, weight_OI: Tensor) -> Tensor:
         """Compute `m / ||W + s B A||` [out], in at least float32."""
         base_O, updated_O = self._norms(weight_OI)
-        return (base_O + self.magnitude_offset) / updated_O
+        return _quotient(base_O + self.magnitude_offset, updated_O)
 
     @torch.no_grad()
     def _norms(self, weight_OI: Tensor) -> tuple[Tensor, ...]:
@@ -100,9 +100,8 @@ class DoraAdapter(LowRankAdapter):
         """Set the weight to `W'`, computed in at least float32, and set B and `d` to zero; see `Adapter.merge_`."""
         weight_OI = weight_of(layer)
         local, (*rows, _) = local_tensor(weight_OI), local_region(weight_OI).slices
-        magnitude_O = self.magnitude(layer)
         updated = self._update_part(weight_OI).mul_(self.low_rank.scaling).add_(local)
-        scale_O = magnitude_O / row_norms(weight_OI, updated)
+        scale_O = _quotient(self.magnitude(layer), row_norms(weight_OI, updated))
         local.copy_(updated.mul_(scale_O[tuple(rows)].unsqueeze(-1)))
         self.lora_b.zero_()
         self.magnitude_offset.zero_()
@@ -125,7 +124,7 @@ class DoRA(LowRankMethod):
     Attributes:
         target: Regular expression, searched in the qualified names of the model's modules, or module types such as
             `nn.Linear`. Matches that are neither `nn.Linear`, the `Conv1D` of `transformers` nor
-            `d9d_moe.GroupedLinear`, or that override the forward of `nn.Linear`, are skipped.
+            `d9d_moe.GroupedLinear`, or that compute anything else than `nn.Linear`, are skipped.
         rank, alpha, dropout, rank_stabilized, dtype: See `LoRA`.
     """
 
@@ -133,8 +132,12 @@ class DoRA(LowRankMethod):
     _expected = "nn.Linear or d9d_moe.GroupedLinear"
 
     def _supports(self, layer: nn.Module) -> bool:
-        is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-        return is_linear or is_conv1d(layer) or grouped_product(layer) is not None
+        return is_linear(layer) or grouped_product(layer) is not None
+
+
+def _quotient(magnitude_O: Tensor, norm_O: Tensor) -> Tensor:
+    """Return magnitude / norm; 1 for rows of zeros, such as the initial ones of a gate, so that they can be trained."""
+    return (magnitude_O / norm_O.where(norm_O > 0, 1.0)).where(norm_O > 0, 1.0)
 
 
 @torch.no_grad()

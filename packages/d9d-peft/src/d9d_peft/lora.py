@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from d9d_dist import local_tensor
 from d9d_dist.tensor_parallel.vocab import HasTokenLoss
 from d9d_peft._grouped import grouped_product
-from d9d_peft.all_linear import is_conv1d, weight_of
+from d9d_peft.all_linear import is_linear, weight_of
 from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod
 
 
@@ -69,10 +69,11 @@ class LoRA(LowRankMethod):
 
     Attributes:
         target: Regular expression, searched in the qualified names of the model's modules (`r"attn.[qkvo]_proj$"`), or
-            module types such as `nn.Linear`. Supported are `nn.Linear`, the `Conv1D` of `transformers`,
-            `d9d_moe.GroupedLinear`, `nn.Embedding` without `max_norm`, also a subclass that multiplies the rows by
-            `embed_scale`, and language-model heads with one `weight`: modules with a `token_loss`
-            (`d9d_dist.HasTokenLoss`) that use their input only in `x @ weight.T`. Other matches are skipped.
+            module types such as `nn.Linear`. Supported are `nn.Linear`, also a subclass that computes the same, the
+            `Conv1D` of `transformers`, `d9d_moe.GroupedLinear`, `nn.Embedding` without `max_norm`, also a subclass that
+            multiplies the rows by `embed_scale`, and language-model heads with one `weight`: modules with a
+            `token_loss` (`d9d_dist.HasTokenLoss`) that use their input only in `x @ weight.T`. Other matches are
+            skipped.
         rank: Rank of each update.
         alpha: Numerator of the scale alpha / rank of each update.
         dropout: Probability that an input element of an update is zeroed in training.
@@ -99,7 +100,7 @@ class Update(Protocol):
 
 def update_of(layer: nn.Module) -> Update | None:
     """Return the function that computes a layer with an adapter. `None` if LoRA does not support the layer."""
-    if isinstance(layer, nn.Linear) or is_conv1d(layer):
+    if is_linear(layer):
         return _adapted_linear
     if isinstance(layer, nn.Embedding):
         forward: Any = type(layer).forward

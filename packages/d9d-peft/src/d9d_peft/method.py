@@ -117,10 +117,7 @@ def inject(
 def first_names(model: nn.Module) -> dict[str, str]:
     """Map each parameter name to the first name of the same tensor, which differs only for tied parameters."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    return {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}
 
 
 def _check_unprepared(model: nn.Module, child: str) -> bool:

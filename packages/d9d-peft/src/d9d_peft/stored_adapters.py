@@ -1,6 +1,6 @@
 """Tensors of a model that adapter files hold, with their names in the base checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
@@ -142,8 +142,10 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: 
             "no others. Save the merged model instead."
         )
     _refuse_second_names(model, {name: layer for name, (layer, _) in layers.items()})
-    first = _first_names(model)
-    modules = _tuned_modules(model, first, base_mapper)
+    tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    names: dict[int, str] = {}  # the first of a tied tensor
+    first = {name: names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    modules = _tuned_modules(tensors, first, base_mapper, owned=adapter_parameters(model))
     return StoredAdapters(*_stored_layers(supported, first, base_mapper), modules)
 
 
@@ -183,23 +185,14 @@ def _stored_layers(
     return tuple(stored), nested({name: joint[name] for name in order if name in joint})
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of the same tensor for each name; they differ for the other names of a tied tensor."""
-    names: dict[int, str] = {}
-    tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    return {name: names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
-
-
 def _tuned_modules(
-    model: nn.Module, first: Mapping[str, str], base_mapper: StateMapper | None
+    tensors: Mapping[str, Tensor], first: Mapping[str, str], base_mapper: StateMapper | None, *, owned: Collection[int]
 ) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of modules that own a fully fine-tuned parameter, by owner and name in the file.
 
     All tensors inside of such a module are included, as in peft's `modules_to_save`. A tied parameter is in several
     modules: peft unties it, so each of these modules is stored. Raises `UserError` if there are adapters inside, too.
     """
-    owned = adapter_parameters(model)
-    tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     trained = [name for name, tensor in tensors.items() if tensor.requires_grad and id(tensor) not in owned]
     tuned = {name.rpartition(".")[0]: name for name in trained}
     modules: dict[str, dict[str, Tensor]] = {}
