@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from text_job_cases import GROUPED, IDS, SIZES, byte_tokenizer, job_config, labeled, save_folder, train, write_lines
 
-from d9d_dist import UserError
+from d9d_dist import Launch, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import GradientsReady, ModelReady, StepDone
 from d9d_loop.data.text_tokens import train_tokenizer
@@ -150,6 +150,29 @@ def test_adapters_of_a_tied_head_are_saved_and_not_merged(tmp_path: Path, capsys
     tensors = load_file(run / "adapters" / "adapter_model.safetensors")
     assert tensors["base_model.model.lm_head.lora_B.weight"].shape == (259, 2)
     assert not (run / "export").exists()
+
+
+def test_a_tied_head_is_trained_in_full_by_any_of_its_names(tmp_path: Path) -> None:
+    pytest.importorskip("d9d_peft")
+    model = _qwen3(tmp_path / "model", tie_word_embeddings=True)
+    file = write_lines(tmp_path / "t.jsonl", [{"text": "some text of many bytes" * 40}])
+    adapter = {"rank": 2, "target": "q_proj", "full": r"lm_head|model\.norm"}
+    run = train(job_config("pretrain", {"folder": model}, file, tmp_path, adapter=adapter, steps=1))
+    before, after = (load_file(each / "model.safetensors") for each in (model, run / "export"))
+    changed = {name for name, each in before.items() if not torch.equal(each, after[name])}
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= changed
+    names = load_file(run / "adapters" / "adapter_model.safetensors").keys()
+    assert {f"base_model.model.{each}.weight" for each in ("lm_head", "model.embed_tokens", "model.norm")} <= names
+
+
+def test_an_adapter_of_a_tied_weight_in_a_pipeline_is_an_error_that_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("d9d_peft")
+    model = _qwen3(tmp_path / "model", tie_word_embeddings=True)
+    file = write_lines(tmp_path / "t.jsonl", [{"text": "some text of many bytes" * 40}])
+    options = {"adapter": {"rank": 2, "target": "lm_head|q_proj"}, "mesh": {"pipeline_parallel": 2}}
+    trainer = text_trainer(job_config("pretrain", {"folder": model}, file, tmp_path, **options))
+    with pytest.raises(UserError, match=r"adapter\.target chooses lm_head, whose weight is tied; expected no adapter"):
+        trainer.plan_for(Launch(world_size=2, device="cpu"))
 
 
 def test_a_target_without_layers_is_an_error(tmp_path: Path) -> None:

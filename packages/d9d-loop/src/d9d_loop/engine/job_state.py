@@ -217,7 +217,7 @@ class JobState:
         prepare_optimizer_for_load(self._model, self._optimizer, info)
         tensors = self._tensors(trainable_only=omits_frozen(info))
         # A run may start to average when it resumes: then its average starts at the loaded weights.
-        tensors = {name: each for name, each in tensors.items() if not _is_new_average(name, info)}
+        tensors = {k: each for k, each in tensors.items() if k in info.tensors or not k.startswith(_AVERAGE)}
         self.store.load(info, tensors, self._ctx)
         state: Any = info.state
         self._restore_average(info, state.get("average"))
@@ -426,10 +426,6 @@ class JobState:
             **optimizer_tensors(self._model, self._optimizer),
             **{_AVERAGE + name: each for name, each in averages.items()},
         }
-
-
-def _is_new_average(name: str, info: CheckpointInfo) -> bool:
-    return name.startswith(_AVERAGE) and name not in info.tensors
 
 
 def omits_frozen(info: CheckpointInfo) -> bool:

@@ -63,6 +63,11 @@ class AdaptedModel(ModelProvider):
         base_mapper = self._base.state_mapper(model)  # before the injection, which changes names
         if not is_part:  # the whole model is built first
             self._choose(model)
+        elif self._tied:
+            raise UserError(
+                f"adapter.target chooses {', '.join(self._tied)}, whose weight is tied; expected no adapter of it in a "
+                "pipeline, whose stages have copies of it. Narrow adapter.target, or set mesh.pipeline_parallel = 1."
+            )
         changes = self._peft.inject(self._method(), model, is_part=is_part)
         if not is_part:
             self._file_mapper = None if self._base.has_foreign_modules else base_mapper
@@ -145,13 +150,14 @@ class AdaptedModel(ModelProvider):
         """Choose the layers of the whole model that get adapters, and the parameters that are trained in full."""
         self._tuned = self._base.new_parameters
         if (pattern := self._adapter.full) is not None:
-            chosen = {name for name, _ in model.named_parameters() if re.search(pattern, name)}
+            parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones under all names
+            chosen = {id(each) for name, each in parameters.items() if re.search(pattern, name)}
             if not chosen:
                 raise UserError(
                     f"adapter.full = {pattern!r} matches no parameter of {type(model).__name__}; expected the names of "
                     "some. Correct the pattern, which is searched in the names."
                 )
-            self._tuned |= chosen
+            self._tuned |= {name for name, each in parameters.items() if id(each) in chosen}
         owners = {name.rpartition(".")[0] for name in self._tuned}
         linear = self._peft.linear_layers(model)
         if self._adapter.target == ALL_LINEAR:

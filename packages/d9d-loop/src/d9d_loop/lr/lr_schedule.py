@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias, final
+from typing import Annotated, Literal, TypeAlias, final
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from d9d_dist import UserError
 from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase, piecewise
 from d9d_loop.lr.transformers_schedule import TransformersScheduleConfig
-from d9d_loop.section import Section
+from d9d_loop.section import Section, default_kind
 
 LrSchedule = Callable[[int], float]
 """Function of the step, counted from 0, that returns the learning rate relative to the peak."""
@@ -89,15 +89,10 @@ class PiecewiseConfig(Section):
             raise UserError(f"lr_schedule.phases: {error}") from None
 
 
-def _with_kind(value: Any) -> Any:
-    """Set `kind` to "warmup_cosine" if it is missing."""
-    return {"kind": "warmup_cosine", **value} if isinstance(value, dict) else value
-
-
 LrScheduleConfig: TypeAlias = Annotated[
     Annotated[
         WarmupCosineConfig | WsdConfig | PiecewiseConfig | TransformersScheduleConfig, Field(discriminator="kind")
     ],
-    BeforeValidator(_with_kind),
+    default_kind("warmup_cosine"),
 ]
 """Any learning-rate schedule, selected by `kind`; the default is "warmup_cosine"."""

@@ -5,13 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, final
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
 
 from d9d_dist import UserError
 from d9d_dist.errors import shorten
 from d9d_loop import optimizers
-from d9d_loop.section import Section
+from d9d_loop.section import Section, default_kind
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -305,11 +305,6 @@ class StochasticAdamWConfig(_AdamSettings):
         return optimizers.StochasticAdamW(groups, betas=self.betas, eps=self.eps, average_dtype=dtype, seed=self.seed)
 
 
-def _with_kind(value: Any) -> Any:
-    """Set `kind` to "adamw" if it is missing."""
-    return {"kind": "adamw", **value} if isinstance(value, dict) else value
-
-
 OptimizerConfig: TypeAlias = Annotated[
     Annotated[
         AdamWConfig
@@ -321,7 +316,7 @@ OptimizerConfig: TypeAlias = Annotated[
         | StochasticAdamWConfig,
         Field(discriminator="kind"),
     ],
-    BeforeValidator(_with_kind),
+    default_kind("adamw"),
 ]
 """Any optimizer configuration, selected by `kind`; the default is "adamw"."""
 
