@@ -38,6 +38,9 @@ def start_quickly() -> None:
         return check_health(config.model_copy(update={**small, **given}), **options)
 
     training.rehearse, start.check_health = rehearse_if_asked, check_with_small_tensors
+    if configurations := sys.modules.get("transformers.configuration_utils"):
+        # Each read of a configuration formats it for a message of the level "info".
+        configurations.PreTrainedConfig.__repr__ = object.__repr__
     run_files._commit = cache(run_files._commit)
     code_digest: Any = importlib.import_module("d9d_loop.engine.code_digest")
     digests, of_tests = code_digest.source_digests, frozenset(sys.modules)
