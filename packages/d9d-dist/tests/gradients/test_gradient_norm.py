@@ -135,6 +135,7 @@ def _everything(norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]
         return norm, grad_norm_parts(parameters, ctx=ctx, norm_type=norm_type), log
 
 
+@pytest.mark.slow("1.0")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_the_norm_equals_one_process_over_all_kinds_of_axes(norm_type: float) -> None:
     whole = [24 * stage + seed for stage in range(2) for seed in (0, 1, 2, 3, 5, 6, 8, 9)]

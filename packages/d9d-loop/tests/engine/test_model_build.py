@@ -87,6 +87,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow(str(MESHES[-1]))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_job_starts_from_the_values_that_the_function_built(tmp_path: Path, mesh: dict[str, int]) -> None:
     torch.manual_seed(11)

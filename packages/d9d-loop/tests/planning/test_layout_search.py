@@ -125,6 +125,7 @@ def test_a_search_balances_the_stages_of_each_layout_by_the_cost_of_the_tower() 
     assert min(stages) == (1, 0)  # each stage keeps a layer
 
 
+@pytest.mark.slow("schedule0")
 @pytest.mark.parametrize("schedule", [ZeroBubble1P(stages_per_rank=2), ZeroBubbleV(), DualPipeV()])
 def test_a_search_for_a_job_has_the_bubbles_of_its_schedule(schedule: Schedule) -> None:
     """The search rounds times and simulates few microbatches; the plan of a job simulates its own program."""
