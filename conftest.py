@@ -5,6 +5,8 @@ Also used when one package is tested alone, from its wheel.
 
 import gc
 import importlib
+import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -37,6 +39,7 @@ with mock.patch.object(sys, "addaudithook"), suppress(ImportError):
     importlib.import_module("filelock")
 
 # After the lines above, so that the bytecode of hypothesis is cached too.
+from _pytest.logging import catching_logs
 from forked_workers import fork_workers
 from hypothesis import core, settings
 from hypothesis.internal.conjecture import providers
@@ -55,6 +58,25 @@ _EXCLUDED = pytest.StashKey[Counter[str]]()
 # Hypothesis also draws constants from the sources of the local modules that are loaded. That set depends on the order
 # of the tests, and modules of an installed wheel are not local. Without it, drawn examples depend on the seed alone.
 providers._get_local_constants = Constants
+
+
+def _attach_to_root(catching: Any) -> logging.Handler:
+    """Capture the messages that reach the root logger, and not those of torch's loggers, which print theirs.
+
+    pytest visits all loggers of torch and transformers six times per test: a quarter of the time of a test of nothing.
+    """
+    root = logging.getLogger()
+    root.addHandler(catching.handler)
+    catching.attached_loggers.append(root)
+    if catching.level is not None:
+        catching.handler.setLevel(catching.level)
+        catching.orig_level = root.level
+        root.setLevel(min(root.level, catching.level))
+    return catching.handler
+
+
+if "attached_loggers" in getattr(catching_logs, "__slots__", ()):  # other versions of pytest visit the root only
+    catching_logs.__enter__ = _attach_to_root
 
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("random", database=None, deadline=None)
@@ -267,7 +289,8 @@ def _collect_garbage() -> None:
 
 def pytest_unconfigure() -> None:
     """Let the interpreter free all objects at its exit; Triton prints a list of all its types otherwise."""
-    gc.unfreeze()
+    if multiprocessing.parent_process() is None:  # forked workers exit without that; pytest would collect for seconds
+        gc.unfreeze()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

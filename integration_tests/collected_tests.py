@@ -14,9 +14,9 @@ from forked_workers import ARGUMENTS
 
 arguments = json.loads(os.environ.pop(ARGUMENTS))
 os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
-# Workers report errors of the collection; they collect again.
+# Workers report errors of the collection; they collect again. The plugin would collect garbage at the end.
 with Path(os.devnull).open("w") as null, redirect_stdout(null), redirect_stderr(null):
-    pytest.main([*arguments, "--collect-only", "-qq", "-n0"])
+    pytest.main([*arguments, "--collect-only", "-qq", "-n0", "-p", "no:unraisableexception"])
 if "d9d_dist.testing" in sys.modules:  # the ranks of tests are forked from this process too
     importlib.import_module("d9d_dist.testing._preload")
 for name in [name for name in sys.modules if name.rpartition(".")[2] == "conftest"]:

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,18 @@ def _train(config: TextJobConfig) -> Path:
     return text_trainer(config).train().run_dir
 
 
+@cache
+def _tokenizer(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
 def _answer(folder: Path, pair: dict[str, str], key: str) -> tuple[torch.Tensor, int]:
     """Return the tokens [1, n] of a prompt with an answer, and the number of tokens of the prompt."""
     import transformers
 
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = _tokenizer(folder / "model")
     prompt = f"<|user|>{pair['prompt']}<|end|><|assistant|>"
     ids = tokenizer(f"{prompt}{pair[key]}<|end|>", return_tensors="pt").input_ids
     return ids, len(tokenizer(prompt).input_ids)
@@ -297,6 +305,7 @@ def _rewards(model: Any, folder: Path, pair: dict[str, str]) -> torch.Tensor:
     return torch.cat([model(_answer(folder, pair, key)[0]).logits[0] for key in ("chosen", "rejected")])
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("has_margins", [False, True])
 def test_a_reward_model_equals_a_plain_loop(has_margins: bool, folder: Path, tmp_path: Path) -> None:
     import transformers

@@ -205,6 +205,7 @@ def test_a_broken_image_is_one_message_and_exit_code_2(
     options = {
         "data": {"shuffle": False, "num_workers": num_workers},
         "batch": {"global_size": 4, "microbatch_size": size},
+        "rehearsal": size == 4,
     }
     with pytest.raises(SystemExit) as stop, cli_main():
         _train(vision_config(model, file, tmp_path, **options))
@@ -483,7 +484,7 @@ def test_parts_are_frozen_adapted_or_trained_in_full_and_have_learning_rates(
     runs = {
         "adapted": {"adapter": adapter},
         "frozen": {"freeze": [r"visual\.blocks"]},
-        "halved": {"freeze": [r"visual\.blocks"], "optimizer": halved},
+        "halved": {"freeze": [r"visual\.blocks"], "optimizer": halved, "rehearsal": False},
     }
     before = load_file(model / "model.safetensors")
     changes: dict[str, dict[str, torch.Tensor]] = {}

@@ -98,7 +98,7 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> None:
         Trainer(config, model=built, data=packed_image_chats(config), task=task).train()
 
 
-@pytest.mark.sample("one-qwen2_5_vl", "replicas-gemma3")
+@pytest.mark.sample("one-qwen2_5_vl", "replicas-gemma3", "pipeline-qwen2_5_vl")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_parameters_equal_those_of_one_sample_at_a_time(
@@ -114,6 +114,7 @@ def test_losses_and_parameters_equal_those_of_one_sample_at_a_time(
     assert_trained(tmp_path / "vision", losses, parameters, family=family)
 
 
+@pytest.mark.slow("pipeline x fsdp-qwen3_vl_moe")
 @pytest.mark.sample("pipeline x fsdp-qwen3_vl_moe")
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "glm4v_moe"])
 @pytest.mark.parametrize("mesh", EXPERTS)

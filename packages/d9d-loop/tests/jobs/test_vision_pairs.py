@@ -137,6 +137,7 @@ def _values(run: Path, key: str) -> list[float]:
     return [each[key] for each in read_metrics(run / "metrics.jsonl") if key in each]
 
 
+@pytest.mark.slow("fsdp-qwen2_5_vl")
 @pytest.mark.sample("one-qwen2_5_vl", "fsdp-qwen2_5_vl")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -76,6 +76,7 @@ def _saved(model: Path, file: Path, runs: Path, freeze: list[str], mesh: dict[st
     return counts[True], counts[False]
 
 
+@pytest.mark.slow("fsdp")
 @pytest.mark.parametrize("mesh", [{}, {"data_parallel_shard": 2}], ids=["one", "fsdp"])
 def test_a_frozen_tower_saves_no_activations_gradients_or_optimizer_state(
     mesh: dict[str, int], released: tuple[Path, Path], tmp_path: Path
@@ -107,6 +108,7 @@ def _first_loss(model: Any, folder: Path, file: Path) -> float:
     return total / count
 
 
+@pytest.mark.slow("int8")
 @pytest.mark.parametrize(
     "adapter",
     [{"kind": "dora"}, {"base": "nf4", "block_size": 16}, {"base": "int8", "block_size": 16}],

@@ -117,7 +117,7 @@ ONE_ROW = ("tensor", "context")
 """Meshes whose ranks share each microbatch: one is enough for a step."""
 
 
-@pytest.mark.slow("gemma3-fsdp", "internvl-tensor")
+@pytest.mark.slow("gemma3-fsdp", "internvl-tensor", "qwen3_vl-pipeline")
 @pytest.mark.sample("qwen2_5_vl-context", "qwen3_vl-pipeline", "gemma3-fsdp", "internvl-tensor")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -249,15 +249,27 @@ def test_packed_rows_are_planned(released: Path) -> None:
     assert 100 < plan.layout.length <= 160
 
 
-def test_a_pipeline_whose_later_stages_add_features_is_planned(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages of one block: the features that enter behind the first three blocks are sent like hidden states."""
-    monkeypatch.setitem(FAMILIES, "deep", partial(_qwen3, num_features=3, num_hidden_layers=4))
-    schedule = {"kind": "interleaved_1f1b", "stages_per_rank": 2}
-    more: dict[str, Any] = {"mesh": {"pipeline_parallel": 2}, "pipeline": {"schedule": schedule}}
-    trainer = _trainer(released, "deep", **more, batch={"global_size": 2, "microbatch_size": 1})
+@pytest.mark.slow("four stages")
+@pytest.mark.parametrize(
+    ("num_stages", "num_features", "num_sent"),
+    [(2, 2, 1 + 1), (4, 3, (1 + 2) + 1 + (1 + 1))],
+    ids=["two stages", "four stages"],
+)
+def test_a_pipeline_whose_later_stages_add_features_is_planned(
+    num_stages: int, num_features: int, num_sent: int, released: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of one block: the features that enter behind later blocks are sent like hidden states.
+
+    In each microbatch, rank 0 sends the outputs of its stages, and the gradients of the inputs of its second stage.
+    """
+    family = f"deep{num_stages}"
+    monkeypatch.setitem(FAMILIES, family, partial(_qwen3, num_features=num_features, num_hidden_layers=num_stages))
+    interleaved = {"kind": "interleaved_1f1b", "stages_per_rank": 2}
+    pipeline = {"pipeline": {"schedule": {"kind": "1f1b"} if num_stages == 2 else interleaved}}
+    more: dict[str, Any] = {"mesh": {"pipeline_parallel": 2}, **pipeline}
+    trainer = _trainer(released, family, **more, batch={"global_size": 2, "microbatch_size": 1})
     (dry,) = dry_run(trainer.plan_for, ranks=[0], world_size=2)
     sent = [each.num_bytes for each in dry.forward_backward.collectives if each.name == "send"]
-    # In each of two microbatches: outputs of stages 0 and 2, and the gradients of the inputs of stage 2.
-    assert len(sent) == 2 * ((1 + 2) + 1 + (1 + 1))
+    assert len(sent) == 2 * num_sent
     assert len(set(sent)) == 1
     assert plan_cluster(trainer, world_size=2, hardware="h100-dgx").memory[1].parameters > 0

@@ -24,8 +24,6 @@ from d9d_loop.task import to_inputs
 
 NUM_BLOCKS = 10
 BATCH = {"global_size": 2, "microbatch_size": 1}
-SIZES = (2, 2)
-"""Numbers of samples of the two steps of `BATCH`."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +98,7 @@ def test_the_cost_is_in_the_share_of_a_block_that_a_rank_computes(released: Path
     assert plan.model.provider.virtual_layers == round(2 * cost) > round(cost)
 
 
+@pytest.mark.slow("find_blocks")
 @pytest.mark.parametrize("function", ["known_values", "find_blocks"])
 def test_stages_are_even_if_the_cost_cannot_be_measured(
     function: str, released: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,7 +132,7 @@ def test_gradients_of_inputs_reach_back_to_the_first_trained_parameter() -> None
 
 
 def _train(model: Path, file: Path, runs: Path) -> None:
-    config = vision_config(model, file, runs, mesh={"pipeline_parallel": 2}, batch=BATCH)
+    config = vision_config(model, file, runs, mesh={"pipeline_parallel": 2}, batch=BATCH, steps=1)
     auto: Any = import_module("transformers").AutoModelForImageTextToText
     built = hugging_face_model(model, auto, dtype=torch.float64)
     with wide_norms():
@@ -145,6 +144,6 @@ def _train(model: Path, file: Path, runs: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_balanced_stages_equal_a_plain_loop(family: str, released: Path, tmp_path: Path) -> None:
     """The features of images of Qwen3-VL are also added behind the first block."""
-    losses, parameters = plain_training(released / family, released / "chats.jsonl", CHATS, sizes=SIZES)
+    losses, parameters = plain_training(released / family, released / "chats.jsonl", CHATS, sizes=(2,))
     run_ranks(_train, released / family, released / "chats.jsonl", tmp_path, world_size=2)
     assert_trained(tmp_path / "vision", losses, parameters)
