@@ -87,7 +87,9 @@ def trace(layout: str, *, replicate: bool = False, around: Around | None = None)
         ("dp_replicate=2,dp_shard=2,microbatch=1", "microbatch=4"),
     ],
 )
-@pytest.mark.slow("dp_replicate=2,dp_shard=2,microbatch=1-microbatch=4", "dp_replicate=2-")
+@pytest.mark.slow(
+    "dp_replicate=2,dp_shard=2-", "dp_replicate=2,dp_shard=2,microbatch=1-microbatch=4", "dp_replicate=2-"
+)
 def test_each_layout_equals_one_process_with_as_many_microbatches(layout: str, one_process: str) -> None:
     found = list(differences(trace(layout), trace(one_process)))
     assert not found, f"{len(found)} differences. First: {found[0]}"

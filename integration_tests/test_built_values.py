@@ -135,6 +135,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow(str(MESHES[-1]))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_equals_a_plain_loop(tmp_path: Path, mesh: dict[str, int]) -> None:
     world_size = 2 ** len(mesh)

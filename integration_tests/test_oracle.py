@@ -31,9 +31,11 @@ CELLS = {**_caught_by((*MUTANTS, *DECODER_MUTANTS)), **{cell.name: cell for cell
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 @pytest.mark.sample(*_caught_by(mutant for mutant in (*MUTANTS, *DECODER_MUTANTS) if not mutant.is_nightly))
 @pytest.mark.slow(
+    "dense,dp_shard=2",
     "dense,dp_shard=2,mask=ragged",
     "dense,dp_shard=2,microbatch=1",
     "dense,pp=2",
+    "plain,cp_shard=2",
     "plain,dp_replicate=2",
     "plain,pp=2",
     "plain,tp=2",

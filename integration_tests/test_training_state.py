@@ -33,6 +33,7 @@ def _size(mesh: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow("stages")
 @pytest.mark.sample("one process", "stages")
 def test_each_call_keeps_or_restores_each_kind_of_state(layout: str, tmp_path: Path) -> None:
     for found in run_ranks(problems, LAYOUTS[layout], tmp_path, world_size=_size(LAYOUTS[layout])):
@@ -50,6 +51,7 @@ SPLITS: dict[str, list[list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("layout", SPLITS)
+@pytest.mark.slow("sharded")
 @pytest.mark.sample("one process", "sharded", "stages")
 def test_padding_and_stand_ins_change_neither_losses_nor_tokens_per_expert(layout: str) -> None:
     ((loss, counts),) = run_ranks(tokens_per_expert, {}, [[[0], [1], [2], [3], [4], [5]]], 8, world_size=1)

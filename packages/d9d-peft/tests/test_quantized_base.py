@@ -294,6 +294,7 @@ def _streamed(mesh: dict[str, int], folder: Path) -> dict[str, Tensor]:
         return {name: value for name, value in full_parameters(model).items() if "adapter" not in name}
 
 
+@pytest.mark.slow("mesh2")
 @pytest.mark.parametrize("mesh", [{}, {"data_parallel_shard": 2}, {"tensor_parallel": 2}])
 def test_weights_are_quantized_while_they_are_loaded(mesh: dict[str, int], tmp_path: Path) -> None:
     save_model_state(base(), tmp_path)

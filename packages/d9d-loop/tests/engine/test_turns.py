@@ -137,7 +137,7 @@ def test_networks_take_turns_as_with_two_optimizers_of_torch(tmp_path: Path) -> 
     _check(_play(tmp_path, "data_parallel_shard"))
 
 
-@pytest.mark.slow("data_parallel_replicate")
+@pytest.mark.slow("data_parallel_shard", "data_parallel_replicate")
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "data_parallel_replicate", "pipeline_parallel"])
 def test_turns_on_two_ranks_resume_bitwise_from_one_checkpoint(tmp_path: Path, axis: str) -> None:
     whole = run_ranks(_play, tmp_path / "whole", axis, world_size=2)

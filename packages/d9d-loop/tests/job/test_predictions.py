@@ -84,6 +84,7 @@ def _evaluation(folder: Path, count: int) -> Mapping[str, float]:
     return trainer.train().evaluation
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("count", [1, 9])
 def test_all_predictions_are_gathered_in_order_on_any_number_of_ranks(tmp_path: Path, count: int) -> None:
     samples, model = _samples(count), _net()

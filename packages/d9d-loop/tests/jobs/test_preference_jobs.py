@@ -108,7 +108,6 @@ def _tokenizer(folder: Path) -> Any:
 
 def _answer(folder: Path, pair: dict[str, str], key: str) -> tuple[torch.Tensor, int]:
     """Return the tokens [1, n] of a prompt with an answer, and the number of tokens of the prompt."""
-    import transformers
 
     tokenizer = _tokenizer(folder / "model")
     prompt = f"<|user|>{pair['prompt']}<|end|><|assistant|>"
@@ -186,6 +185,7 @@ def test_dpo_equals_a_plain_loop(folder: Path, tmp_path: Path, plain: tuple[list
     [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}, {"context_parallel_shard": 2}],
     ids=["shard", "replicate", "context"],
 )
+@pytest.mark.slow("context")
 @pytest.mark.sample("shard", "context")
 def test_dpo_on_two_ranks_equals_a_plain_loop(
     mesh: dict[str, int], folder: Path, tmp_path: Path, plain: tuple[list[float], list[float]]

@@ -135,6 +135,7 @@ def test_losses_equal_on_four_ranks_and_transformers_loads_the_export(job: str, 
     assert (run / "export" / "tokenizer.json").read_bytes() == (folder / "model" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow("sft")
 @pytest.mark.parametrize("job", ["sft", pytest.param("pretrain", marks=pytest.mark.full)])
 def test_losses_of_a_job_are_equal_over_context_parallel_ranks(job: str, folder: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = {"dataset": {"files": [folder / FILES[job]], "length": 47}, "steps": 2}  # rows are padded
@@ -858,6 +859,7 @@ def test_a_job_notices_other_data_other_tokens_and_another_template(
 
 
 @pytest.mark.usefixtures("rehearses")
+@pytest.mark.slow("sft")
 @pytest.mark.parametrize("job", ["classify", "sft"])
 def test_a_function_of_all_predictions_is_named_in_the_file(
     job: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -94,7 +94,7 @@ def _of_all_pairs(formula: FlopFormula, batch: dict[str, Any]) -> float:
     return num_rows * length * formula.per_row + pairs + images
 
 
-@pytest.mark.slow("qwen3_vl_moe-lora", "mistral3-all")
+@pytest.mark.slow("qwen3_vl_moe-lora", "mistral3-all", "gemma3-tower")
 @pytest.mark.sample("qwen3_vl-language", "qwen3_vl_moe-lora", "gemma3-tower", "mistral3-all", "qwen2_5_vl-all")
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,6 +173,7 @@ def test_images_that_were_not_measured_are_not_counted_as_nothing(released: Path
         measure_flops(meta_copy(model), TASK, videos)
 
 
+@pytest.mark.slow("None-not a sum over the images-group1", "3-in one call-group0")
 @pytest.mark.parametrize("group", [(0,), (1, 2)])
 @pytest.mark.parametrize(("patch_size", "why"), [(None, "not a sum over the images"), (3, "in one call")])
 def test_images_whose_flops_are_no_sum_are_not_counted(

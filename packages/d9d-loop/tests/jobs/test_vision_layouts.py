@@ -95,7 +95,7 @@ def _train(model: Path, file: Path, runs: Path, mesh: dict[str, int], more: Any 
         Trainer(config, model=built, data=image_chats(config, print), task=task).train()
 
 
-@pytest.mark.slow("context-qwen3_vl")
+@pytest.mark.slow("context-qwen3_vl", "stages-gemma3")
 @pytest.mark.sample(
     "one-idefics3",
     "one-llava_onevision",

@@ -73,6 +73,7 @@ def test_a_dry_run_has_the_flops_and_the_memory_of_a_step(family: str, released:
     assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
 
 
+@pytest.mark.slow("llava_onevision")
 @pytest.mark.sample("qwen3_vl", "llava_onevision", "mistral3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_has_the_flops_of_its_modules(family: str, released: Path) -> None:
@@ -144,7 +145,7 @@ def test_a_job_with_images_is_planned(family: str, mesh: str, released: Path) ->
     assert plan.layout.loss_chunk is None
 
 
-@pytest.mark.slow("none-all", "full-all", "full-frozen", "decoder-frozen")
+@pytest.mark.slow("none-all", "none-frozen", "full-all", "full-frozen", "decoder-frozen")
 @pytest.mark.parametrize("freeze", [[], ["visual"]], ids=["all", "frozen"])
 @pytest.mark.parametrize(
     ("recompute", "modules"),
@@ -217,6 +218,7 @@ def _text_trainer(released: Path, batch: dict[str, int]) -> Trainer:
     return text_trainer(job_config("sft", {"folder": folder}, file, released / "runs", batch=batch))
 
 
+@pytest.mark.slow("sft")
 @pytest.mark.parametrize("job", ["sft", "vision"])
 def test_the_mfu_has_the_flops_that_the_job_counts(job: str, released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In microbatches of one row, each position has a label."""

@@ -75,6 +75,7 @@ def _score(model: Path, file: Path, runs: Path, mesh: dict[str, int]) -> list[di
     return found
 
 
+@pytest.mark.slow("fsdp")
 @pytest.mark.sample("one", "fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_of_an_engine_equal_those_of_a_plain_forward(

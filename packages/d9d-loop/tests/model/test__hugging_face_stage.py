@@ -126,6 +126,7 @@ _SAMPLE = ("llama tied", "gpt2", "gemma3")
 _DECODERS = ("llama", "qwen3", "gemma2", "phi3", "olmo2", "qwen3 moe", "mixtral", "gpt neox", "deepseek v3")
 
 
+@pytest.mark.slow("gpt2")
 @pytest.mark.parametrize("name", [*_SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in _DECODERS)])
 def test_three_uneven_stages_train_as_a_plain_loop(tmp_path: Path, name: str) -> None:
     _case(name, 4).save(tmp_path / "model")

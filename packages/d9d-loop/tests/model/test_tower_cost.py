@@ -22,7 +22,7 @@ from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.model import _tower_cost
 from d9d_loop.task import to_inputs
 
-NUM_BLOCKS = 10
+NUM_BLOCKS = 8
 BATCH = {"global_size": 2, "microbatch_size": 1}
 
 

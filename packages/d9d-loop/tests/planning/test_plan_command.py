@@ -33,6 +33,7 @@ def test_the_starter_of_pretraining_keeps_unsharded_gradients_until_the_last_mic
     assert reduced["activations"] < kept["activations"] + kept["unsharded_gradients"]
 
 
+@pytest.mark.slow("dense")
 @pytest.mark.parametrize("base", ["dense", pytest.param("nf4", marks=pytest.mark.full)])
 def test_the_starter_of_sft_with_adapters_is_planned(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -366,7 +366,7 @@ def _memory(data: st.DataObject, region: Region, dtype: torch.dtype) -> Tensor:
     return memory.permute([order.index(dim) for dim in range(len(order))])
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(_any(), st.data())
 def test_filled_regions_match_the_full_tensor(case: _Case, data: st.DataObject) -> None:
     for group in case.mapper.groups:
