@@ -8,18 +8,15 @@ from zoo_jobs import context_differences
 
 from d9d_dist.testing import run_ranks
 
-_SAMPLE = ("gemma3_text",)
-"""Full and sliding masks, with the norms of Gemma."""
-
-_OF_EXPERTS = ("gpt_oss",)
-"""Sinks and experts."""
+_SAMPLE = ("gemma3_text", "gpt_oss")
+"""Full and sliding masks, with the norms of Gemma; sinks and experts."""
 
 _OF_WHOLE_ROWS = ("mamba", "gptj")
 """Modules that compute whole rows."""
 
 
-@pytest.mark.slow("experts", "whole rows")
-@pytest.mark.parametrize("sample", [_SAMPLE, _OF_EXPERTS, _OF_WHOLE_ROWS], ids=["parts", "experts", "whole rows"])
+@pytest.mark.slow("whole rows")
+@pytest.mark.parametrize("sample", [_SAMPLE, _OF_WHOLE_ROWS], ids=["parts", "whole rows"])
 def test_a_sample_of_decoders_trains_on_parts_of_rows_as_on_whole_rows(sample: tuple[str, ...]) -> None:
     names = [f"contexts:{name}" for name in sample]
     assert run_ranks(context_differences, names, {"context_parallel_shard": 2}, world_size=2)[0] == {}

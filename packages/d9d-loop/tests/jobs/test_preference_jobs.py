@@ -185,7 +185,7 @@ def test_dpo_equals_a_plain_loop(folder: Path, tmp_path: Path, plain: tuple[list
     [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}, {"context_parallel_shard": 2}],
     ids=["shard", "replicate", "context"],
 )
-@pytest.mark.slow("context")
+@pytest.mark.slow("shard")
 @pytest.mark.sample("shard", "context")
 def test_dpo_on_two_ranks_equals_a_plain_loop(
     mesh: dict[str, int], folder: Path, tmp_path: Path, plain: tuple[list[float], list[float]]
