@@ -207,6 +207,19 @@ def test_pairs_are_read_from_every_shape(source: str, released: dict[str, Any], 
     assert all(batches[0][name].equal(batches[1][name]) for name in batches[0])
 
 
+def test_a_missing_image_of_a_rejected_answer_is_named_before_the_start(
+    released: dict[str, Any], tmp_path: Path
+) -> None:
+    model, _ = _released(released, "qwen2_5_vl")
+    save_images(tmp_path / "images")
+    other = _pair([[text("which?")]], "this", "that")
+    for key, path in (("chosen", "images/0.png"), ("rejected", "images/absent.png")):
+        other[key][0]["content"].insert(0, {"type": "image", "image": path})
+    file = write_lines(tmp_path / "pairs.jsonl", [PAIRS[0], other])
+    with pytest.raises(UserError, match=r"line 2: the image .*absent\.png does not exist"):
+        image_chats(for_images(_config(model, file, tmp_path)), pairs=True)
+
+
 def test_a_pair_is_skipped_as_a_whole(released: dict[str, Any], tmp_path: Path) -> None:
     model, _ = _released(released, "qwen2_5_vl")
     paths = save_images(tmp_path / "images")

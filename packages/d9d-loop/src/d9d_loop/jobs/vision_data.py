@@ -202,7 +202,8 @@ class ImageChats:
         try:
             sample = self._samples[index]
             chats = read_image_pair(sample) if self._are_pairs else (read_image_chat(sample),)
-            for each in chats[0].images if self._broken == "refuse" else ():
+            paths = (each for chat in chats for each in chat.images if isinstance(each, str))
+            for each in dict.fromkeys(paths) if self._broken == "refuse" else ():
                 check_image(each, self._folder(index))
         except UserError as error:
             raise self._placed(error, index) from None
