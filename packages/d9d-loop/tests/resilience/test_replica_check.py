@@ -52,7 +52,7 @@ def _flipped(where: str, culprit: int, replicate: int) -> str:
 @pytest.mark.parametrize(
     ("where", "culprit", "replicate", "expected"),
     [
-        ("parameter", 1, 4, "- 1.weight: rank 1 differs from rank 0\n"),
+        pytest.param("parameter", 1, 4, "- 1.weight: rank 1 differs from rank 0\n", marks=pytest.mark.slow),
         ("moment", 3, 2, "- exp_avg of 1.weight: ranks 1, 3 have 2 different values\n"),
         ("plain", 2, 1, "- 1.weight: rank 2 differs from rank 0\n"),
     ],
