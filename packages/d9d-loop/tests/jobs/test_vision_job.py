@@ -4,6 +4,7 @@ import base64
 import json
 import pickle
 import re
+from collections.abc import Callable
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from text_job_cases import write_lines
 from vision_cases import (
     CHATS,
+    TEMPLATE,
     chat,
     image,
     plain_inputs,
@@ -36,6 +38,7 @@ from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data_error import DataError
 from d9d_loop.jobs import NextToken, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows
+from d9d_loop.jobs.text_model import check_fit
 from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.result import chat as chat_command
 from d9d_metrics import read_metrics
@@ -338,6 +341,49 @@ def test_another_processor_is_other_data(model: Path, file: Path, tmp_path: Path
 def test_a_setting_without_meaning_is_an_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=message):
         vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path, **changes)
+
+
+def _mllama(tokenizer: Any) -> Any:
+    transformers: Any = import_module("transformers")
+    images = transformers.MllamaImageProcessor(size={"height": 16, "width": 16}, max_image_tiles=1)
+    return transformers.MllamaProcessor(images, tokenizer)
+
+
+def _pali_gemma(tokenizer: Any) -> Any:
+    transformers: Any = import_module("transformers")
+    images = transformers.SiglipImageProcessor(size={"height": 16, "width": 16})
+    images.image_seq_length = 4
+    return transformers.PaliGemmaProcessor(images, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "changed", "kept"),
+    [
+        (_mllama, "<boi><|user|><image>.<|end|>\n", "<|user|><image>.<|end|>\n"),
+        (_pali_gemma, "<boi>.<|end|>\n\n", ".<|end|>\n"),
+    ],
+    ids=["start_of_the_text", "behind_the_images"],
+)
+def test_a_processor_that_adds_tokens_to_the_text_is_an_error(
+    make: Callable[[Any], Any], changed: str, kept: str, model: Path, file: Path, tmp_path: Path
+) -> None:
+    """Both processors add a start token that the template does not write, so that spans of answers would move."""
+    transformers: Any = import_module("transformers")
+    folder = copytree(model, tmp_path / "model")
+    (folder / "processor_config.json").unlink()
+    processor = make(transformers.AutoTokenizer.from_pretrained(model, bos_token="<boi>"))  # noqa: S106
+    processor.chat_template = TEMPLATE.replace("IMAGE", "<image>")
+    processor.save_pretrained(folder)
+    with pytest.raises(UserError, match=re.escape(f"outside of images: got {changed!r}, expected {kept!r}")):
+        image_chats(vision_config(folder, file, tmp_path))
+
+
+@pytest.mark.parametrize("family", ["mllama", "idefics", "florence2"])
+def test_a_model_that_reads_images_by_cross_attention_is_an_error(family: str, tmp_path: Path) -> None:
+    transformers: Any = import_module("transformers")
+    config = vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path)
+    with pytest.raises(UserError, match=f"is a {family}, which reads images by cross attention; expected a decoder"):
+        check_fit(config, transformers.AutoConfig.for_model(family))
 
 
 def test_a_new_model_is_an_error(tmp_path: Path) -> None:

@@ -137,6 +137,13 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
             f"job = vision, but {config.model.folder} is a {model_config.model_type}, which takes no images; "
             "expected a model that AutoModelForImageTextToText loads. Choose another folder, or job = sft."
         )
+    text = model_config.get_text_config()
+    is_crossed = any(hasattr(text, name) for name in ("cross_attention_layers", "cross_layer_interval"))
+    if config.job == "vision" and (is_crossed or model_config.is_encoder_decoder):
+        raise UserError(
+            f"job = vision, but {config.model.folder} is a {model_config.model_type}, which reads images by cross "
+            "attention; expected a decoder with the tokens of images in its rows. Choose another folder."
+        )
     is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
     if config.job in GENERATING_JOBS and is_encoder and not getattr(model_config, "is_decoder", False):
         raise _bidirectional(config)
@@ -147,7 +154,6 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
             f"{'' if limit == model_config.max_position_embeddings else ', without those up to the padding id'}); "
             "expected at most that many. Lower the length, or choose a model with rotary positions."
         )
-    text = model_config.get_text_config()
     if "'dynamic'" in str(getattr(text, "rope_parameters", None)) and length > (limit := text.max_position_embeddings):
         raise UserError(
             f"dataset.length = {length}, but the model has rope_type = dynamic, whose frequencies follow the longest "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from operator import call
+from os.path import commonprefix
 from typing import Any, final
 
 import torch
@@ -76,8 +77,8 @@ class ImageCollator:
         self._too_long, self._broken = data.too_long, data.broken_images
         self._tokenizer_identity = tokenizer.identity()
         white = Image.new("RGB", (64, 64), (255, 255, 255))
-        self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [white])
-        self._scale = scale
+        self._stand_in, self._scale = ImageRow(tokenizer.render(_STAND_IN), (), [white]), scale
+        self._check_text()
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return the batch of samples."""
@@ -145,6 +146,21 @@ class ImageCollator:
         ids = torch.tensor(found["input_ids"])
         labels, end = _labels(row, ids, found["offset_mapping"], replaced)
         return min(len(ids), self._length) if self._fits(row, labels, end) else 0
+
+    def _check_text(self) -> None:
+        """Raise `UserError` if the processor changes a text outside of its placeholders: labels would move."""
+        found, text = self._process([self._stand_in])[0]["input_ids"][0].tolist(), self._stand_in.text
+        for each in reversed(self._processor.get_text_with_replacements.found[0]):
+            text = text[: each["span"][0]] + each["replacement"] + text[each["span"][1] :]
+        expected = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if found != expected:
+            start = len(commonprefix([found, expected]))
+            changed, kept = (self._processor.tokenizer.decode(ids[start : start + 9]) for ids in (found, expected))
+            raise UserError(
+                f"{type(self._processor).__name__} changes the text of chats outside of images: got {changed!r}, "
+                f"expected {kept!r} as the chat template writes it, because the job finds the answers there. If it adds "
+                "a start token, write it in the template; otherwise choose another model."
+            )
 
     def _portions(self, samples: dict[int, Sequence[ImageRow]]) -> Iterator[dict[int, Sequence[ImageRow]]]:
         """Decode the images of samples in portions, which end with the sample that reaches `_BYTES_AT_ONCE`."""
