@@ -150,6 +150,24 @@ SPLITS = "{% for message in messages %}{{ message.role }}:{{ message.content }}<
 )
 
 
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_a_template_of_images_may_read_texts_of_a_role(role: str) -> None:
+    """Such a template gets a text for this role, and parts for others; before, it printed a list as Python code."""
+    loop = "{% for part in m.content %}[{{ part.type }}]{{ part.text }}{% endfor %}"
+    source = "{% for m in messages %}{{ m.role }}:{% if m.role == '" + role + "' %}{{ m.content | trim }}{% else %}"
+    source += loop + "{% endif %};{% endfor %}"
+    if role == "assistant":  # like many, it renders no answer alone
+        source = "{% if messages[0].role == 'assistant' %}{{ raise_exception('no user') }}{% endif %}" + source
+    template = ChatTemplate(source, has_parts=True)
+    first, last = ("system", "user") if role == "system" else ("user", role)
+    for form in (str, lambda each: [{"type": "text", "text": each}]):
+        messages = [{"role": first, "content": form("a")}, {"role": last, "content": form("b")}]
+        expected = ["system:a;", "user:[text]b;"] if role == "system" else ["user:[text]a;", f"{role}:b;"]
+        assert template.render(messages) == "".join(expected)
+    with pytest.raises(UserError, match=f"the role {role} has a part that is not a text"):
+        template.render([{"role": role, "content": [{"type": "image"}]}])
+
+
 @pytest.mark.parametrize(
     ("template", "sample", "message"),
     [

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time
-from functools import cached_property, partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -38,7 +38,7 @@ class ChatTemplate:
 
     `special_tokens` are variables of the template, such as `{"bos_token": "<s>"}`. `strftime_now` formats `today`, at
     midnight, so that the text is a function of the messages. With `has_parts`, each content is a list of parts, as the
-    templates of models with images expect.
+    templates of models with images expect, unless the template reads only texts for the role of the message.
 
     Raises:
         UserError: If the template has a syntax error.
@@ -54,7 +54,7 @@ class ChatTemplate:
     ) -> None:
         self.source, self.special_tokens, self.today = source, dict(special_tokens or {}), today
         self.has_parts = has_parts
-        self._compiled = _compile(source, today)
+        self._compiled, self._form_of = _compile(source, today), cache(self._find_form)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled templates cannot be pickled for a data worker.
@@ -71,20 +71,26 @@ class ChatTemplate:
         options = [sorted(self.special_tokens.items()), self.today.isoformat() if self.prints_date else ""]
         return hashlib.sha256(f"{options}\0{self.source}".encode()).hexdigest()
 
-    @cached_property
-    def _needs_parts(self) -> bool | None:
-        """True if the template reads contents in parts alone, False if texts alone, `None` if both."""
-        message = {"role": "user", "content": _PROBE}
-        reads_text, reads_parts = (self._reads(each) for each in (message, with_parts(message)))
-        return None if reads_text and reads_parts else reads_parts
+    def _find_form(self, role: str) -> Callable[[Message], Message]:
+        """Return the function that gives messages of a role the form of contents that the template reads."""
+        reads_text, reads_parts = (self._reads(form({"role": role, "content": _PROBE})) for form in (dict, with_parts))
+        if reads_text != reads_parts:
+            return with_parts if reads_parts else _with_text
+        if not reads_text and role != "user":  # it renders no such message alone
+            return self._form_of("user")
+        return with_parts if self.has_parts else dict if reads_text else _with_text
 
     def _reads(self, message: Message) -> bool:
         """Return True if the text of a message has its content, and not the form of the content."""
-        try:
-            text = self._compiled.render(messages=[message], **self.special_tokens)
-        except Exception:  # of a template that cannot read it
-            return False
-        return _PROBE in text and f"text': '{_PROBE}" not in text and f'text": "{_PROBE}' not in text
+        users = [form({"role": "user", "content": "."}) for form in (dict, with_parts)]
+        for messages in ([message], *([user, message] for user in users), *([message, user] for user in users)):
+            try:
+                text = self._compiled.render(messages=messages, **self.special_tokens)
+            except Exception:  # noqa: S112 - of a template that cannot read it
+                continue
+            if _PROBE in text and f"text': '{_PROBE}" not in text and f'text": "{_PROBE}' not in text:
+                return True
+        return False
 
     def render(
         self,
@@ -96,20 +102,17 @@ class ChatTemplate:
     ) -> str:
         """Render messages to text. With `add_generation_prompt`, append the header of an assistant message.
 
-        `options` are further variables. Each content gets the form that the template reads: a text, or parts.
+        `options` are further variables. A content gets the form that the template reads for its role: text or parts.
 
         Raises:
             UserError: If the template cannot render the messages.
         """
         from jinja2 import TemplateError  # noqa: PLC0415 - optional
 
-        if self.has_parts or self._needs_parts is True:
-            messages = list(map(with_parts, messages))
-        elif self._needs_parts is False:
-            messages = list(map(_with_text, messages))
+        formed = [self._form_of(str(each.get("role")))(each) for each in messages]
         try:
             return self._compiled.render(
-                messages=[_with_reasoning(message) for message in messages],
+                messages=list(map(_with_reasoning, formed)),
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -134,8 +137,9 @@ def read_chat_template(
     """Read the chat template of a model folder, and its special tokens unless they are given.
 
     The template is in `chat_template.jinja`, in `additional_chat_templates`, in `chat_template.json` of an older
-    processor, or in `tokenizer_config.json`. Of several named templates, the one named `tool_use` is used if
-    `for_tools`, else the one named `default`.
+    processor, in `tokenizer_config.json`, or in `processor_config.json`. With `has_parts`, the two files of a processor
+    come first, as in `AutoProcessor`. Of several named templates, the one named `tool_use` is used if `for_tools`, else
+    the one named `default`.
 
     Raises:
         NoChatTemplateError: If the folder has no chat template.
@@ -144,10 +148,13 @@ def read_chat_template(
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     named: dict[str, Any] = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    if not named:
-        files_of_json = (read_json(folder / name) for name in ("chat_template.json", "tokenizer_config.json"))
-        found = next(filter(None, (each.get("chat_template") for each in files_of_json)), None)
-        named = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {"default": found}
+    names = ("processor_config.json", "chat_template.json", "tokenizer_config.json")
+    processor, legacy, tokenizer = (read_json(folder / name).get("chat_template") for name in names)
+    own = (processor or legacy) if has_parts else None
+    if own or not named:
+        found = own or legacy or tokenizer or processor
+        listed = {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
+        named = listed if isinstance(listed, dict) else {"default": found}
     source = named.get("tool_use" if for_tools else "default", named.get("default"))
     if not isinstance(source, str):
         raise NoChatTemplateError(
