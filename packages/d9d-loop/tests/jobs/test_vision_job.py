@@ -32,8 +32,9 @@ from vision_cases import (
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.cli_main import cli_main
+from d9d_loop.data.chat_template import read_chat_template
 from d9d_loop.data.contents import identity_of
-from d9d_loop.data.image_chat import read_image_chat, read_image_pair
+from d9d_loop.data.image_chat import decode_image, image_size, read_image_chat, read_image_pair
 from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data_error import DataError
 from d9d_loop.jobs import NextToken, TextJobConfig, text_trainer, write_starter
@@ -233,6 +234,45 @@ def test_an_image_that_the_processor_does_not_convert_is_named_or_skipped(model:
     assert all(found[name].equal(expected[name]) for name in found)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_over_white(mode: str, tmp_path: Path) -> None:
+    numpy, pillow = import_module("numpy"), import_module("PIL.Image")
+    values = numpy.random.default_rng(0).integers(0, 256, (8, 8, 4), dtype=numpy.uint8)
+    values[:2, :, 3], values[2:4, :, 3] = 0, 255
+    source = pillow.fromarray(values)
+    if mode == "P":  # one transparent color
+        source = source.convert("RGB").quantize(4)
+        source.info["transparency"] = 1
+        values = numpy.array(source.convert("RGBA"))
+        assert set(values[..., 3].flatten()) == {0, 255}
+    elif mode == "LA":
+        source = source.convert("LA")
+        values = numpy.array(source)[..., [0, 0, 0, 1]]
+    source.save(tmp_path / "a.png")
+    found = numpy.array(decode_image("a.png", tmp_path)).astype(float)
+    opacity = values[..., 3:] / 255
+    expected = 255 * (1 - opacity) + values[..., :3] * opacity
+    assert abs(found - expected).max() <= 1  # rounding to integers
+    assert (found == expected)[((opacity == 0) | (opacity == 1))[..., 0]].all()
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
+def test_values_of_16_bits_keep_their_upper_8(name: str, tmp_path: Path) -> None:
+    numpy, pillow = import_module("numpy"), import_module("PIL.Image")
+    values = numpy.random.default_rng(0).integers(0, 1 << 16, (8, 8), dtype=numpy.uint16)
+    pillow.fromarray(values).save(tmp_path / name)
+    assert (numpy.array(decode_image(name, tmp_path)) == (values >> 8)[..., None]).all()
+
+
+def test_an_image_of_32_bits_is_an_error(tmp_path: Path) -> None:
+    pillow = import_module("PIL.Image")
+    source = pillow.new("F", (8, 8), 0.5)
+    source.save(tmp_path / "a.tif")
+    for each in (source, "a.tif"):
+        with pytest.raises(UserError, match="cannot be decoded: its values have 32 bits"):
+            image_size(each, tmp_path)
+
+
 def test_a_missing_image_is_named_before_the_start(model: Path, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "chats.jsonl", [chat("a", "b"), chat([image(0), text("?")], "b")])
     with pytest.raises(UserError, match=r"chats\.jsonl, line 2: the image .*images/0\.png does not exist; .*relative"):
@@ -243,7 +283,7 @@ def test_a_missing_image_is_named_before_the_start(model: Path, tmp_path: Path) 
         text_trainer(vision_config(model, file, tmp_path))
 
 
-@pytest.mark.parametrize("source", ["parquet", "saved", "columns", "marks", "data", "openai", "llava"])
+@pytest.mark.parametrize("source", ["parquet", "saved", "columns", "marks", "data", "openai", "llava", "list"])
 def test_images_are_read_from_every_place(source: str, model: Path, tmp_path: Path) -> None:
     paths = save_images(tmp_path / "images")
     expected = _batch(
@@ -256,7 +296,8 @@ def test_images_are_read_from_every_place(source: str, model: Path, tmp_path: Pa
         "columns": {**places, "images": ["images/0.png"]},
         "marks": {**chat("<image>?", "b"), "image": "images/0.png"},
         "data": chat([{"type": "image", "image": url}, text("?")], "b"),
-        "openai": chat([{"type": "image_url", "image_url": {"url": "images/0.png"}}, text("?")], "b"),
+        "openai": chat([{"type": "image_url", "image_url": {"url": "images/0.png", "detail": "auto"}}, text("?")], "b"),
+        "list": {**chat("<image>?", "b"), "image": ["images/0.png"], "image_path": "of another machine"},
         "llava": {
             "image": "images/0.png",
             "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "b"}],
@@ -268,7 +309,7 @@ def test_images_are_read_from_every_place(source: str, model: Path, tmp_path: Pa
         datasets: Any = pytest.importorskip("datasets")
         part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
         message = {"role": datasets.Value("string"), "content": [part]}
-        parts = [{"type": "image", "image": {"bytes": content, "path": None}, "text": None}]
+        parts = [{"type": "image", "image": {"bytes": content, "path": "0.png"}, "text": None}]
         parts += [{"type": "text", "text": "?", "image": None}]
         answer = [{"type": "text", "text": "b", "image": None}]
         turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
@@ -307,6 +348,31 @@ def test_images_are_read_from_every_place(source: str, model: Path, tmp_path: Pa
         (chat([{"type": "image", "image": "data:image/png;base64,???"}], "b"), "is not base64"),
         (chat([{"type": "image", "image": {"bytes": None, "path": None}}], "b"), "without bytes or path"),
         ({**chat("a<image>", "b"), "images": []}, "1 placeholders '<image>' for 0 images"),
+        (
+            {"messages": [{**turn, "images": ["a"]} for turn in chat("a", "b")["messages"]]},
+            "the key images, which is not",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a", "image": "a"}, *chat("a", "b")["messages"]]},
+            "key image, w",
+        ),
+        ({**chat("a", "b"), "image_paths": ["a"], "img": "b"}, "has the key image_paths, img, which is not read"),
+        ({**chat("<video>a", "b"), "videos": ["a.mp4"]}, "has the key videos, which is not read; expected images in"),
+        ({**chat("a", "b"), "image": "x", "images": ["y"]}, "the keys image and images; expected one"),
+        ({**chat("a", "b"), "images": [["a.png"]]}, "an image has the type list; expected a path, a data URL or bytes"),
+        (
+            chat([{"type": "text", "value": "a"}], "b"),
+            "message 0 has a part of the type text with the keys type, value",
+        ),
+        (chat([{"type": "text", "text": 5}], "b"), "expected a text in the key text"),
+        (
+            chat([{**image(0), "max_pixels": 9, "resized_width": 2}], "b"),
+            "an image has max_pixels, resized_width, which",
+        ),
+        (
+            chat([{"type": "image_url", "image_url": {"url": "a", "detail": "low"}}], "b"),
+            "an image has detail, which is",
+        ),
     ],
 )
 def test_a_bad_sample_is_named(sample: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:
@@ -357,15 +423,15 @@ def _pali_gemma(tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "changed", "kept"),
+    ("make", "found"),
     [
-        (_mllama, "<boi><|user|><image>.<|end|>\n", "<|user|><image>.<|end|>\n"),
-        (_pali_gemma, "<boi>.<|end|>\n\n", ".<|end|>\n"),
+        (_mllama, ("<boi><|user|><image>.<|end|>\n", "<|user|><image>.<|end|>\n")),
+        (_pali_gemma, ("<boi>.<|end|>\n\n", ".<|end|>\n")),
     ],
     ids=["start_of_the_text", "behind_the_images"],
 )
 def test_a_processor_that_adds_tokens_to_the_text_is_an_error(
-    make: Callable[[Any], Any], changed: str, kept: str, model: Path, file: Path, tmp_path: Path
+    make: Callable[[Any], Any], found: tuple[str, str], model: Path, file: Path, tmp_path: Path
 ) -> None:
     """Both processors add a start token that the template does not write, so that spans of answers would move."""
     transformers: Any = import_module("transformers")
@@ -374,7 +440,7 @@ def test_a_processor_that_adds_tokens_to_the_text_is_an_error(
     processor = make(transformers.AutoTokenizer.from_pretrained(model, bos_token="<boi>"))  # noqa: S106
     processor.chat_template = TEMPLATE.replace("IMAGE", "<image>")
     processor.save_pretrained(folder)
-    with pytest.raises(UserError, match=re.escape(f"outside of images: got {changed!r}, expected {kept!r}")):
+    with pytest.raises(UserError, match=re.escape("outside of images: got {!r}, expected {!r}".format(*found))):
         image_chats(vision_config(folder, file, tmp_path))
 
 
@@ -382,8 +448,25 @@ def test_a_processor_that_adds_tokens_to_the_text_is_an_error(
 def test_a_model_that_reads_images_by_cross_attention_is_an_error(family: str, tmp_path: Path) -> None:
     transformers: Any = import_module("transformers")
     config = vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path)
-    with pytest.raises(UserError, match=f"is a {family}, which reads images by cross attention; expected a decoder"):
+    with pytest.raises(UserError, match=f"is a {family}, which reads images by cross attention; expected a model "):
         check_fit(config, transformers.AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "chat_template.json"])
+@pytest.mark.parametrize("has_jinja", [True, False])
+def test_the_chat_template_is_that_of_the_processor(name: str, has_jinja: bool, model: Path, tmp_path: Path) -> None:
+    transformers: Any = import_module("transformers")
+    folder = copytree(model, tmp_path / "model")
+    path = folder / name
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**content, "chat_template": "of the processor" + TEMPLATE}))
+    if not has_jinja:
+        (folder / "chat_template.jinja").unlink()
+    expected = transformers.AutoProcessor.from_pretrained(folder).chat_template
+    assert expected.startswith("of the processor")
+    assert read_chat_template(folder, has_parts=True).source == expected
+    auto = transformers.AutoTokenizer.from_pretrained(folder).chat_template
+    assert not has_jinja or read_chat_template(folder).source == auto
 
 
 def test_a_new_model_is_an_error(tmp_path: Path) -> None:

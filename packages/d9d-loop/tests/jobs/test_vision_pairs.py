@@ -237,14 +237,18 @@ def test_a_pair_is_skipped_as_a_whole(released: dict[str, Any], tmp_path: Path) 
     assert batch["input_ids"][0, :, :length].equal(alone["input_ids"][0])
 
 
-@pytest.mark.parametrize("job", ["sft", "reward", "dpo"])
-def test_images_that_the_model_would_not_see_are_an_error(job: str, released: dict[str, Any], tmp_path: Path) -> None:
-    model, _ = _released(released, "qwen2_5_vl")
-    sample = PAIRS[0] if job != "sft" else {"messages": [*PAIRS[0]["prompt"], *PAIRS[0]["chosen"]], "images": ["x.png"]}
+@pytest.mark.parametrize("kind", ["sft", "sft videos", "sft message", "reward", "dpo"])
+def test_images_that_the_model_would_not_see_are_an_error(kind: str, released: dict[str, Any], tmp_path: Path) -> None:
+    (job, *_), (model, _) = kind.split(), _released(released, "qwen2_5_vl")
+    sample, texts = PAIRS[0], [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    if job == "sft":
+        sample = {"messages": texts, "images" if kind == "sft" else "videos": ["x.png"]}
+    if kind == "sft message":
+        sample = {"messages": [{**texts[0], "images": ["x.png"]}, texts[1]]}
     file = write_lines(tmp_path / "x.jsonl", [sample])
     data = {"files": [file], "length": 64, "packing": job == "dpo"}
     config = _config(model, file, tmp_path, job=job, dataset=data)
-    with pytest.raises(UserError, match=rf"x\.jsonl, line 1: a sample has images, but job = {job} here .*job = vision"):
+    with pytest.raises(UserError, match=rf"x\.jsonl, line 1: a sample has images, .*job = {job} trains .*job = vision"):
         text_trainer(config)
 
 

@@ -5,7 +5,8 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, final
@@ -17,8 +18,11 @@ from d9d_loop.data.conversation import Conversation, Message, read_conversation,
 ImageSource: TypeAlias = Any
 """Path of an image as text, its encoded bytes, or a decoded image of Pillow."""
 
-_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
+_KEYS = ("image", "image_url", "url", "base64", "bytes", "path")
 _MARK = "<image>"
+_MEDIA = re.compile("(input_)?(image|img|video|audio)s?(_?(path|url|file)s?)?")
+"""Keys of samples and messages, and types of parts, that usually hold an image, a video or sounds."""
+_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "detail")
 _T = TypeVar("_T")
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 """Key of the orientation in EXIF, and the first of its values that exchange width and height."""
@@ -52,7 +56,7 @@ def read_image_chat(sample: Mapping[str, Any]) -> ImageChat:
     Raises:
         UserError: If a part is neither a text nor an image, or the numbers of images and of their places differ.
     """
-    return _with_images(read_conversation(sample), _given_images(sample))
+    return _with_images(read_conversation(sample), sample)
 
 
 def read_image_pair(sample: Mapping[str, Any]) -> tuple[ImageChat, ImageChat]:
@@ -60,7 +64,7 @@ def read_image_pair(sample: Mapping[str, Any]) -> tuple[ImageChat, ImageChat]:
 
     Both have the images of the sample, which are as for `read_image_chat`, at the same places of the prompt.
     """
-    chosen, rejected = (_with_images(each, _given_images(sample)) for each in read_pair(sample))
+    chosen, rejected = (_with_images(each, sample) for each in read_pair(sample))
     first = chosen.conversation.first_trained
     if chosen.conversation.messages[:first] != rejected.conversation.messages[:first]:
         raise UserError(
@@ -70,16 +74,28 @@ def read_image_pair(sample: Mapping[str, Any]) -> tuple[ImageChat, ImageChat]:
     return chosen, rejected
 
 
-def has_images(sample: Mapping[str, Any]) -> bool:
-    """Return True if a sample has images, or a message of it has a part with one."""
-    turns = (sample.get(key) for key in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"))
-    messages = [each for turn in turns if isinstance(turn, list) for each in turn if isinstance(each, Mapping)]
+def has_media(sample: Mapping[str, Any]) -> bool:
+    """Return True if a sample or a message of it has an image, a video or sounds, as a part or by a common key."""
+    messages = _messages_of(sample)
     parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
-    is_part = any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
-    return is_part or bool(sample.get("images")) or sample.get("image") is not None
+    types = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
+    own = {name: sample.get(f"{name}s") or sample.get(name) for name in ("image", "video", "audio")}
+    return any(map(_MEDIA.fullmatch, types)) or any(map(_media_keys, (own, *messages)))
 
 
-def _with_images(conversation: Conversation, given: list[Any]) -> ImageChat:
+def _messages_of(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    turns = (sample.get(key) for key in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"))
+    return [each for turn in turns if isinstance(turn, list) for each in turn if isinstance(each, Mapping)]
+
+
+def _media_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a sample or a message that usually hold images, videos or sounds, and are not empty."""
+    given = {key: each for key, each in values.items() if _MEDIA.fullmatch(key) and each is not None}
+    return [key for key, each in given.items() if not isinstance(each, Sized) or len(each)]
+
+
+def _with_images(conversation: Conversation, sample: Mapping[str, Any]) -> ImageChat:
+    given = _given_images(sample)
     messages = [with_parts(message) for message in conversation.messages]
     if given and not any(part.get("type") in ("image", "image_url") for part in _parts(messages)):
         messages = _with_places(messages, len(given))
@@ -90,6 +106,13 @@ def _with_images(conversation: Conversation, given: list[Any]) -> ImageChat:
             'equal numbers. Add parts {"type": "image"}, or images.'
         )
     images = [next(rest) if image is None else image for image in images]
+    unread = {key for key in _media_keys(sample) if key not in ("image", "images")}
+    unread = {key for key in unread if not images or key.startswith(("video", "audio"))}
+    if unread := sorted(unread.union(*map(_media_keys, _messages_of(sample)))):
+        raise UserError(
+            f"a sample or a message has the key {', '.join(unread)}, which is not read; expected images in parts of "
+            "messages, or in the key images of the sample. Rename or remove it."
+        )
     for message in messages:
         message["content"] = [part if part.get("type") == "text" else {"type": "image"} for part in message["content"]]
     return ImageChat(replace(conversation, messages=messages), [_source(image) for image in images])
@@ -119,13 +142,20 @@ class StoredImage:
 def decode_image(source: ImageSource, folder: Path) -> Any:
     """Decode an image to RGB, with the orientation that it stores. Paths are relative to `folder`. Requires Pillow.
 
+    Transparent pixels are over white. Values of 16 bits keep their upper 8.
+
     Raises:
-        UserError: If the file does not exist, or its contents are not an image.
+        UserError: If the file does not exist, its contents are not an image, or its values have 32 bits.
     """
-    from PIL import ImageOps  # noqa: PLC0415 - an extra
+    from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
     def rgb(found: Any) -> Any:
         turned = ImageOps.exif_transpose(found)  # a copy
+        if turned.has_transparency_data:
+            white = Image.new("RGBA", turned.size, "white")
+            turned = Image.alpha_composite(white, turned.convert("RGBA"))
+        elif turned.mode.startswith("I;16"):
+            turned = turned.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return turned if turned.mode == "RGB" else turned.convert("RGB")
 
     return _read(source, folder, rgb)
@@ -162,9 +192,10 @@ def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:
 
     name = check_image(source, folder)
     try:
-        if isinstance(source, Image.Image):
-            return read(source)
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else folder / source) as found:
+        file = io.BytesIO(source) if isinstance(source, bytes) else folder / source if isinstance(source, str) else None
+        with nullcontext(source) if file is None else Image.open(file) as found:
+            if found.mode in ("I", "F"):
+                raise ValueError("its values have 32 bits, which Pillow would clip to 0 to 255")
             return read(found)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise UserError(
@@ -195,11 +226,11 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _given_images(sample: Mapping[str, Any]) -> list[Any]:
     given, single = sample.get("images"), sample.get("image")
-    if given is None:
-        return [] if single is None else [single]
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+    if given and single is not None:
+        raise UserError("a sample has the keys image and images; expected one of them. Remove the other.")
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence | None):
         raise UserError(f"a sample has images of the type {type(given).__name__}; expected a list. Use the key image.")
-    return list(given)
+    return list(given or (single if isinstance(single, list) else [] if single is None else [single]))
 
 
 def _parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
@@ -232,20 +263,27 @@ def _split(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _value_of(part: Mapping[str, Any]) -> Any:
+    if limits := [key for key in _LIMITS if part.get(key) not in (None, "auto")]:
+        raise UserError(
+            f"an image has {', '.join(limits)}, which is not read; expected a size for all images in the files of "
+            "the processor. Set it there, and remove the key."
+        )
     return next((part[key] for key in _KEYS if part.get(key) is not None), None)
 
 
 def _source(image: Any) -> ImageSource:
     """Return the bytes or the path of an image; a decoded image is returned unchanged."""
     if isinstance(image, Mapping):
-        inner = _value_of({key: image.get(key) for key in ("bytes", "path", "url")})
+        inner = _value_of({key: image.get(key) for key in ("bytes", "path", "url", *_LIMITS)})
         if inner is None:
             raise UserError(
                 f"an image has the keys {', '.join(map(str, image))}, without bytes or path; expected one of them."
             )
         return _source(inner)
-    if not isinstance(image, str):
+    if isinstance(image, bytes) or hasattr(image, "convert"):
         return image
+    if not isinstance(image, str):
+        raise UserError(f"an image has the type {type(image).__name__}; expected a path, a data URL or bytes.")
     if image.startswith(("http://", "https://")):
         raise UserError(f"the image {image:.80} is a URL; expected a file, because nothing is downloaded. Download it.")
     if not image.startswith("data:"):

@@ -35,7 +35,7 @@ from d9d_loop.data import (
 )
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.conversation import read_margin, read_pair
-from d9d_loop.data.image_chat import has_images
+from d9d_loop.data.image_chat import has_media
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_files import DataFiles
 from d9d_loop.data.samples import Collate, Samples
@@ -166,12 +166,13 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
 
 
 def without_images(config: TextJobConfig, read: Callable[[Any], _T], sample: Any) -> _T:
-    """Read a sample; raise `UserError` if it is invalid, or has images, which a model of texts would not see."""
+    """Read a sample; raise `UserError` if it is invalid, or has media, which a model of texts would not see."""
     found = read(sample)
-    if has_images(sample):
+    if has_media(sample):
         raise UserError(
-            f"a sample has images, but job = {config.job} here trains on texts; expected job = vision, or job = dpo "
-            "without packing, with a model that AutoModelForImageTextToText loads. Choose these, or remove the images."
+            f"a sample has images, videos or sounds, but job = {config.job} trains on texts here; expected images for "
+            "job = vision, or job = dpo without packing, with a model that AutoModelForImageTextToText loads. Choose "
+            "these, or remove them."
         )
     return found
 

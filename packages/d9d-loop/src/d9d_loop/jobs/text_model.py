@@ -132,18 +132,15 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
     """Raise `UserError` if a job on next tokens has a bidirectional model, or samples may exceed learned positions."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    if config.job == "vision" and type(model_config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise UserError(
-            f"job = vision, but {config.model.folder} is a {model_config.model_type}, which takes no images; "
-            "expected a model that AutoModelForImageTextToText loads. Choose another folder, or job = sft."
-        )
-    text = model_config.get_text_config()
-    is_crossed = any(hasattr(text, name) for name in ("cross_attention_layers", "cross_layer_interval"))
-    if config.job == "vision" and (is_crossed or model_config.is_encoder_decoder):
-        raise UserError(
-            f"job = vision, but {config.model.folder} is a {model_config.model_type}, which reads images by cross "
-            "attention; expected a decoder with the tokens of images in its rows. Choose another folder."
-        )
+    text, names = model_config.get_text_config(), ("cross_attention_layers", "cross_layer_interval")
+    if config.job == "vision":
+        is_crossed = model_config.is_encoder_decoder or any(hasattr(text, name) for name in names)
+        if is_crossed or type(model_config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise UserError(
+                f"job = vision, but {config.model.folder} is a {model_config.model_type}, which "
+                f"{'reads images by cross attention' if is_crossed else 'takes no images'}; expected a model that "
+                "AutoModelForImageTextToText loads, without cross attention. Choose another folder, or job = sft."
+            )
     is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
     if config.job in GENERATING_JOBS and is_encoder and not getattr(model_config, "is_decoder", False):
         raise _bidirectional(config)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from operator import call
-from os.path import commonprefix
 from typing import Any, final
 
 import torch
@@ -152,14 +151,15 @@ class ImageCollator:
         found, text = self._process([self._stand_in])[0]["input_ids"][0].tolist(), self._stand_in.text
         for each in reversed(self._processor.get_text_with_replacements.found[0]):
             text = text[: each["span"][0]] + each["replacement"] + text[each["span"][1] :]
-        expected = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokenizer = self._processor.tokenizer
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found != expected:
-            start = len(commonprefix([found, expected]))
-            changed, kept = (self._processor.tokenizer.decode(ids[start : start + 9]) for ids in (found, expected))
+            start = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
+            got, kept = (tokenizer.decode(ids[start : start + 9]) for ids in (found, expected))
             raise UserError(
-                f"{type(self._processor).__name__} changes the text of chats outside of images: got {changed!r}, "
-                f"expected {kept!r} as the chat template writes it, because the job finds the answers there. If it adds "
-                "a start token, write it in the template; otherwise choose another model."
+                f"{type(self._processor).__name__} changes the text of chats outside of images: got {got!r}, expected "
+                f"{kept!r} as the chat template writes it, where the job finds the answers. If it adds a start token, "
+                "write it in the template; otherwise choose another model."
             )
 
     def _portions(self, samples: dict[int, Sequence[ImageRow]]) -> Iterator[dict[int, Sequence[ImageRow]]]:

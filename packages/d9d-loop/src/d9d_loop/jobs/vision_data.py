@@ -21,7 +21,7 @@ from d9d_loop.data.image_chat import (
     ImageSource,
     StoredImage,
     check_image,
-    has_images,
+    has_media,
     image_size,
     image_stamp,
     read_image_chat,
@@ -57,7 +57,7 @@ def for_images(config: TextJobConfig) -> TextJobConfig:
     if type(read_config(folder, AutoConfig, {})) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return config
     samples = open_samples([*data.files, *data.evaluation_files], key="dataset.files", text_field=data.text_field)
-    if not any(map(has_images, islice(samples, _NUM_CHECKED))):
+    if not any(map(has_media, islice(samples, _NUM_CHECKED))):
         return config
     values = config.model_dump(exclude_unset=True)
     return validate_config(TextJobConfig, {**values, "job": "vision", "preference": None})

@@ -383,16 +383,16 @@ class _Positions(TorchDispatchMode):
         return not dims or any(dim is None or self._is_length(shape[dim]) for shape in shapes for dim in dims)
 
 
-def with_value(tree: Any, path: Path, value: Any) -> Any:
-    """Return a copy of nested tuples, lists and dicts with another value at a path."""
+def with_value(tree: Any, path: Path, value: Any, *, copies: bool = True) -> Any:
+    """Return a copy of nested tuples, lists and dicts with another value at a path; else dicts themselves change."""
     if not path:
         return value
-    key, *rest = path
+    key, rest = path[0], tuple(path[1:])
     if isinstance(tree, dict):
-        tree = copy(tree)  # of its class: the outputs of transformers are dicts with attributes
-        tree[key] = with_value(tree.get(key), tuple(rest), value)
+        tree = copy(tree) if copies else tree  # of its class: the outputs of transformers are dicts with attributes
+        tree[key] = with_value(tree.get(key), rest, value, copies=copies)
         return tree
-    values = [with_value(each, tuple(rest), value) if place == key else each for place, each in enumerate(tree)]
+    values = [with_value(each, rest, value, copies=copies) if place == key else each for place, each in enumerate(tree)]
     return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import StageInfo, UserError
 from d9d_loop.model._block_trace import BlockTrace, Hidden, Path
+from d9d_loop.model._context_trace import with_value
 
 _OWN = frozenset(vars(nn.Module()))
 
@@ -171,7 +172,7 @@ class _Flow:
         self._expected.discard(index)
         for each in chain.from_iterable(self._incoming):
             if each.block == index:
-                call = _with(call, each.path, self._received[each.value])
+                call = with_value(call, each.path, self._received[each.value], copies=False)  # blocks share dicts
         return call
 
     def take(self, index: int, call: tuple[Any, Any]) -> None:
@@ -316,18 +317,6 @@ def _at(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _with(tree: Any, path: Path, value: Any) -> Any:
-    """Return a tree with another value at a path. Dictionaries below the arguments, which blocks share, are changed."""
-    if not path:
-        return value
-    key, *rest = path
-    if isinstance(tree, dict):
-        tree[key] = _with(tree.get(key), tuple(rest), value)
-        return tree
-    values = [_with(each, tuple(rest), value) if place == key else each for place, each in enumerate(tree)]
-    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
