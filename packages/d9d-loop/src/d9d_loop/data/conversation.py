@@ -273,8 +273,8 @@ def _message(number: int, value: Any) -> Message:
     for part in parts if isinstance(parts, list) else ():
         if isinstance(part, Mapping) and part.get("type") == "text" and not isinstance(part.get("text"), str):
             raise UserError(
-                f"message {number} has a part of the type text with the keys {', '.join(part)}; expected a text in the "
-                "key text. Rename its key."
+                f"message {number} has a part of the type text with the keys {', '.join(part)}; expected a text in "
+                "the key text. Rename its key."
             )
     if "tool_calls" in message:
         message["tool_calls"] = [_tool_call(number, call) for call in message["tool_calls"]]

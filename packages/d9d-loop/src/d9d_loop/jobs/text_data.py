@@ -129,6 +129,8 @@ def tokenized_once(
     samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer, *, pairs: bool = False
 ) -> TokenFile:
     """Tokenize conversations, or pairs of answers, into a cache in `run.folder`, and open it."""
+    if config.dataset.length < 2:
+        raise UserError(f"dataset.length = {config.dataset.length}; expected at least 2 tokens of a conversation.")
     options: dict[str, Any] = {"max_length": config.dataset.length - 1, "too_long": config.dataset.too_long}
     digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
     for index in range(len(samples)):
@@ -148,8 +150,6 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     is passed to `note`, and the date that the template prints.
     """
     tokenizer, data = chat_tokenizer(config), config.dataset
-    if data.length < 2:
-        raise UserError(f"dataset.length = {data.length}; expected at least 2 tokens of a conversation.")
     check = partial(without_images, config, read_conversation)
     tokenized = partial(tokenized_once, config=config, tokenizer=tokenizer)
     training, evaluation = _token_files(config, tokenizer, tokenized, check=check)
@@ -170,9 +170,8 @@ def without_images(config: TextJobConfig, read: Callable[[Any], _T], sample: Any
     found = read(sample)
     if has_media(sample):
         raise UserError(
-            f"a sample has images, videos or sounds, but job = {config.job} trains on texts here; expected images for "
-            "job = vision, or job = dpo without packing, with a model that AutoModelForImageTextToText loads. Choose "
-            "these, or remove them."
+            f"a sample has images, video or audio, but job = {config.job} trains on texts; expected job = vision, or "
+            "dpo without packing, with a model that AutoModelForImageTextToText loads. Choose these, or remove media."
         )
     return found
 

@@ -62,11 +62,8 @@ def pair_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
 
 
 def _tokenized(samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer, note: Note) -> TokenFile:
-    data = config.dataset
-    if data.length < 2:
-        raise UserError(f"dataset.length = {data.length}; expected at least 2 tokens of an answer and its prompt.")
     file = tokenized_once(samples, config, tokenizer, pairs=True)
-    note_cuts(file, data.length, note, what="pairs")
+    note_cuts(file, config.dataset.length, note, what="pairs")
     return file
 
 
