@@ -168,6 +168,22 @@ def test_a_template_of_images_may_read_texts_of_a_role(role: str) -> None:
         template.render([{"role": role, "content": [{"type": "image"}]}])
 
 
+def test_a_first_message_may_be_read_in_another_form_than_later_ones() -> None:
+    source = "{{ messages[0].content | trim }};{% for m in messages[1:] %}{% for part in m.content %}{{ part.text }}"
+    template = ChatTemplate(source + "{% endfor %};{% endfor %}", has_parts=True)
+    messages = [{"role": role, "content": [{"type": "text", "text": role}]} for role in ("system", "user", "assistant")]
+    assert template.render(messages) == "system;user;assistant;"
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_a_template_without_the_texts_of_answers_is_an_error(has_parts: bool) -> None:
+    """Parts that d9d makes have the key `text`, not `content`: before, only the stop token was learned."""
+    loop = "{% for part in message.content %}{{ part.content }}{% endfor %}"
+    template = ChatTemplate(CHATML.replace("{{ message.content }}", loop), has_parts=has_parts)
+    with pytest.raises(UserError, match="the chat template does not write answers, neither a text nor parts"):
+        template.render(chat("a", "b")["messages"])
+
+
 @pytest.mark.parametrize(
     ("template", "sample", "message"),
     [

@@ -73,24 +73,32 @@ class ChatTemplate:
 
     def _find_form(self, role: str) -> Callable[[Message], Message]:
         """Return the function that gives messages of a role the form of contents that the template reads."""
-        reads_text, reads_parts = (self._reads(form({"role": role, "content": _PROBE})) for form in (dict, with_parts))
+        found = [self._reads(form({"role": role, "content": _PROBE})) for form in (dict, with_parts)]
+        reads_text, reads_parts = (each is True for each in found)
         if reads_text != reads_parts:
             return with_parts if reads_parts else _with_text
+        if role == "assistant" and not reads_text and False in found:
+            raise UserError(
+                'the chat template does not write answers, neither a text nor parts {"type": "text", "text": ...}; '
+                "expected the text, which the model learns. Change the template."
+            )
         if not reads_text and role != "user":  # it renders no such message alone
             return self._form_of("user")
         return with_parts if self.has_parts else dict if reads_text else _with_text
 
-    def _reads(self, message: Message) -> bool:
-        """Return True if the text of a message has its content, and not the form of the content."""
-        users = [form({"role": "user", "content": "."}) for form in (dict, with_parts)]
-        for messages in ([message], *([user, message] for user in users), *([message, user] for user in users)):
+    def _reads(self, message: Message) -> bool | None:
+        """Return True if the text has the content of a message, and not its form; `None` if it cannot be rendered."""
+        users, found = [form({"role": "user", "content": "."}) for form in (dict, with_parts)], None
+        is_first = message["role"] == "system"  # a later message may be read in another form
+        for messages in (*([message, user] if is_first else [user, message] for user in users), [message]):
             try:
                 text = self._compiled.render(messages=messages, **self.special_tokens)
             except Exception:  # noqa: S112 - of a template that cannot read it
                 continue
-            if _PROBE in text and f"text': '{_PROBE}" not in text and f'text": "{_PROBE}' not in text:
-                return True
-        return False
+            if _PROBE in text:
+                return f"text': '{_PROBE}" not in text and f'text": "{_PROBE}' not in text
+            found = False
+        return found
 
     def render(
         self,

@@ -156,11 +156,7 @@ class ChatTokenizer:
                 trained[first : last + 1] = [True] * (last + 1 - first)
                 spans.append((span[0], encoding.offsets[last][1]))
         if not any(trained):
-            _refuse(
-                "no assistant message contributes to the loss; expected at least one, with a weight other than 0",
-                text,
-                [],
-            )
+            _refuse("no assistant message contributes to the loss; expected one with a weight other than 0", text, [])
         if all(trained):
             _refuse("every token contributes to the loss; expected a prompt, which does not", text, spans)
         length = len(trained) - trained[::-1].index(True)
@@ -174,8 +170,7 @@ class ChatTokenizer:
 
     def prompt(self, text: str) -> tuple[str, list[int]]:
         """Return the text and the tokens of a user's message, and of the header of its answer."""
-        message = Conversation([{"role": "user", "content": text}])
-        rendered = self._render(message, 1, answer=True)
+        rendered = self._render(Conversation([{"role": "user", "content": text}]), 1, answer=True)
         return rendered, self.text_tokenizer.encode_rendered(rendered).ids
 
     def render(self, conversation: Conversation) -> str:
@@ -210,7 +205,7 @@ class ChatTokenizer:
         if start is None:
             _refuse(
                 f"the chat template is not prefix-preserving: message {number} changes the text of the messages before "
-                f"it. Without this message, it ends with {_tail(prompt)!r}; expected a template that only appends",
+                f"it. Without this message, it ends with {prompt[-40:]!r}; expected a template that only appends",
                 text,
                 spans,
             )
@@ -219,7 +214,7 @@ class ChatTokenizer:
         if stop is None:
             _refuse(
                 f"the chat template is not prefix-preserving: the messages after message {number} change its text. "
-                f"Without them, the text ends with {_tail(turn)!r}; expected a template that only appends",
+                f"Without them, the text ends with {turn[-40:]!r}; expected a template that only appends",
                 text,
                 [*spans, (start, start)],
             )
@@ -269,7 +264,7 @@ class ChatTokenizer:
                 last_stop = index if encoding.ids[index] in self._stops else last_stop
         if first is None or last_stop is None or text[encoding.offsets[last_stop][1] : stop].strip():
             _refuse(
-                f"a turn ends with {_tail(text[start:stop])!r}, which is not a special token, so the model would not "
+                f"a turn ends with {text[start:stop][-40:]!r}, which is not a special token, so the model would not "
                 "learn to stop; expected a template that ends turns with a special token. Correct the template, or "
                 "name the token in stop_tokens",
                 text,
@@ -300,8 +295,7 @@ def read_chat_tokenizer(
     tokenizer = read_text_tokenizer(path)
     options: dict[str, Any] = {"special_tokens": tokenizer.special_tokens, "today": today, "has_parts": has_parts}
     template, tool_template = (read_chat_template(path, for_tools=each, **options) for each in (False, True))
-    ends = listed_ids(read_json(path / "generation_config.json").get("eos_token_id"))
-    named = map(tokenizer.token, ends)
+    named = map(tokenizer.token, listed_ids(read_json(path / "generation_config.json").get("eos_token_id")))
     return ChatTokenizer(
         tokenizer,
         template,
@@ -340,12 +334,7 @@ def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> s
         parts += [rest.format(text[before:start])] if start > before else []
         parts.append(around.format(text[start:stop]))
         before = stop
-    parts += [rest.format(text[before:])] if before < len(text) else []
-    return "".join(parts)
-
-
-def _tail(text: str) -> str:
-    return text[-40:]
+    return "".join(parts) + (rest.format(text[before:]) if before < len(text) else "")
 
 
 def _refuse(problem: str, text: str, spans: list[Span]) -> NoReturn:
