@@ -34,7 +34,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop.cli_main import cli_main
 from d9d_loop.data.chat_template import read_chat_template
 from d9d_loop.data.contents import identity_of
-from d9d_loop.data.image_chat import decode_image, image_size, read_image_chat, read_image_pair
+from d9d_loop.data.image_chat import decode_image, has_media, image_size, read_image_chat, read_image_pair
 from d9d_loop.data.image_processor import read_processor
 from d9d_loop.data_error import DataError
 from d9d_loop.jobs import NextToken, TextJobConfig, text_trainer, write_starter
@@ -268,7 +268,8 @@ def test_an_image_of_32_bits_is_an_error(tmp_path: Path) -> None:
     pillow = import_module("PIL.Image")
     source = pillow.new("F", (8, 8), 0.5)
     source.save(tmp_path / "a.tif")
-    for each in (source, "a.tif"):
+    pillow.new("I;16", (8, 8), 300).save(tmp_path / "a.png", transparency=5)  # a color of 16 bits
+    for each in (source, "a.tif", "a.png"):
         with pytest.raises(UserError, match="cannot be decoded: its values have 32 bits"):
             image_size(each, tmp_path)
 
@@ -695,6 +696,14 @@ def test_answers_of_a_pair_with_different_places_of_images_in_their_prompts_are_
     turns = chat("w", "see", later, "b")["messages"]
     sample = {"image": "a.png", "prompt": "w", "chosen": turns[1:], "rejected": "no"}
     with pytest.raises(UserError, match="a pair has images in the prompt of one answer, and after the prompt of the o"):
+        read_image_pair(sample)
+
+
+@pytest.mark.parametrize("more", [{}, {"images": ["a.png"]}])
+def test_images_of_one_answer_in_a_key_are_an_error(more: dict[str, Any]) -> None:
+    sample = {"prompt": "w", "chosen": "yes", "rejected": "no", "rejected_images": ["b.png"], **more}
+    assert has_media(sample)  # so a job on texts raises, too
+    with pytest.raises(UserError, match="a sample or a message has the key rejected_images, which is not read"):
         read_image_pair(sample)
 
 

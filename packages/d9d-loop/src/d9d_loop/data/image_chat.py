@@ -20,7 +20,7 @@ ImageSource: TypeAlias = Any
 
 _KEYS = ("image", "image_url", "url", "base64", "bytes", "path")
 _MARK = "<image>"
-_MEDIA = re.compile("(input_)?(image|img|video|audio)s?(_?(path|url|file)s?)?")
+_MEDIA = re.compile("((input|chosen|rejected)_)?(image|img|video|audio)s?(_?(path|url|file)s?)?")
 """Keys of samples and messages, and types of parts, that usually hold an image, a video or sounds."""
 _LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "detail")
 _T = TypeVar("_T")
@@ -79,7 +79,8 @@ def has_media(sample: Mapping[str, Any]) -> bool:
     messages = _messages_of(sample)
     parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
     types = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
-    own = {name: sample.get(f"{name}s") or sample.get(name) for name in ("image", "video", "audio")}
+    names = ("image", "video", "audio", "chosen_image", "rejected_image")
+    own = {name: sample.get(f"{name}s") or sample.get(name) for name in names}
     return any(map(_MEDIA.fullmatch, types)) or any(map(_media_keys, (own, *messages)))
 
 
@@ -106,8 +107,8 @@ def _with_images(conversation: Conversation, sample: Mapping[str, Any]) -> Image
             'equal numbers. Add parts {"type": "image"}, or images.'
         )
     images = [next(rest) if image is None else image for image in images]
-    unread = {key for key in _media_keys(sample) if key not in ("image", "images")}
-    unread = {key for key in unread if not images or key.startswith(("video", "audio"))}
+    others = "video|audio|chosen|rejected" if "chosen" in sample else "video|audio"
+    unread = {key for key in set(_media_keys(sample)) - {"image", "images"} if not images or re.match(others, key)}
     if unread := sorted(unread.union(*map(_media_keys, _messages_of(sample)))):
         raise UserError(
             f"a sample or a message has the key {', '.join(unread)}, which is not read; expected images in parts of "
@@ -145,15 +146,14 @@ def decode_image(source: ImageSource, folder: Path) -> Any:
     Transparent pixels are over white. Values of 16 bits keep their upper 8.
 
     Raises:
-        UserError: If the file does not exist, its contents are not an image, or its values have 32 bits.
+        UserError: If the file does not exist, is no image, or its values have 32 bits, or 16 with transparency.
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
     def rgb(found: Any) -> Any:
         turned = ImageOps.exif_transpose(found)  # a copy
         if turned.has_transparency_data:
-            white = Image.new("RGBA", turned.size, "white")
-            turned = Image.alpha_composite(white, turned.convert("RGBA"))
+            turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned.convert("RGBA"))
         elif turned.mode.startswith("I;16"):
             turned = turned.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return turned if turned.mode == "RGB" else turned.convert("RGB")
@@ -194,8 +194,8 @@ def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else folder / source if isinstance(source, str) else None
         with nullcontext(source) if file is None else Image.open(file) as found:
-            if found.mode in ("I", "F"):
-                raise ValueError("its values have 32 bits, which Pillow would clip to 0 to 255")
+            if found.mode in ("I", "F") or (found.mode.startswith("I;16") and found.has_transparency_data):
+                raise ValueError("its values have 32 bits, or 16 and transparency, which Pillow would clip to 0 to 255")
             return read(found)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise UserError(
