@@ -3,9 +3,9 @@
     python packages/d9d-loop/benchmarks/image_memory.py
 
 Prints JSON, in MiB: the private memory of two workers with one small batch each (`base`), which does not depend on the
-images, and their peak above it; the decoded images (3 bytes a pixel) of the batches that they read at that time; and
-the pixels of these images as the model gets them: 24 bytes a pixel, as float32 and for two frames. Released models have
-patches of 14 pixels; those of 4 pixels show the memory of many tokens.
+images, and the sum of their peaks above it, which need not be at the same time; the decoded images (3 bytes a pixel) of
+the batches that they read at that time; and the pixels of these images as the model gets them: 24 bytes a pixel, as
+float32 and for two frames. Released models have patches of 14 pixels; those of 4 pixels show the memory of many tokens.
 """
 
 import argparse
@@ -45,13 +45,13 @@ class _Samples:
         return self._samples[entry]
 
 
-def _private_bytes() -> int:
-    """Return the memory of the workers without files, and without the parts of what other processes also have."""
-    total = 0
-    for worker in multiprocessing.active_children():
+def _private_bytes() -> list[int]:
+    """Return the memory of each worker without files, and without the parts of what other processes also have."""
+    found = []
+    for worker in sorted(multiprocessing.active_children(), key=lambda each: each.name):
         lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
-        total += sum(1024 * int(each.split()[1]) for each in lines if each.startswith(("Pss_Anon", "Pss_Shmem")))
-    return total
+        found.append(sum(1024 * int(each.split()[1]) for each in lines if each.startswith(("Pss_Anon", "Pss_Shmem"))))
+    return found
 
 
 def measure(batch_size: int, side: int, patch_size: int) -> dict[str, float]:
@@ -82,12 +82,11 @@ def measure(batch_size: int, side: int, patch_size: int) -> dict[str, float]:
         small, large = [0], list(range(1, batch_size + 1))
         jobs = (ReadJob(0, each) for each in chain([small] * 2 * NUM_WORKERS, [large] * NUM_BATCHES))
         batches = pool.batches(jobs)
-        peak, done = 0, threading.Event()
+        peaks, done = [0] * NUM_WORKERS, threading.Event()
 
         def watch() -> None:
-            nonlocal peak
             while not done.wait(0.002):
-                peak = max(peak, _private_bytes())
+                peaks[:] = map(max, peaks, _private_bytes())
 
         for _ in range(NUM_WORKERS):
             next(batches)
@@ -101,7 +100,8 @@ def measure(batch_size: int, side: int, patch_size: int) -> dict[str, float]:
         thread.join()
         pool.close()
     images = NUM_WORKERS * batch_size * side * side * 3
-    found = {"base": before, "peak": peak - before, "images": images, "pixels": NUM_WORKERS * pixel_bytes}
+    found = {"base": sum(before), "peak": sum(peaks) - sum(before), "images": images}
+    found["pixels"] = NUM_WORKERS * pixel_bytes
     ratios = {f"ratio_to_{name}": found["peak"] / found[name] for name in ("images", "pixels")}
     return {key: round(each / 2**20, 1) for key, each in found.items()} | {k: round(v, 2) for k, v in ratios.items()}
 

@@ -2,6 +2,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -191,3 +193,33 @@ def test_data_that_cannot_be_pickled_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("d9d_loop.data.worker_pool.multiprocessing.get_context", lambda: context)
     with pytest.raises(UserError, match=r"cannot be pickled for worker processes: .* top level of a module"):
         WorkerPool(_reader(collate=lambda samples: samples), num_workers=1, seed=0)
+
+
+_LARGE_BLOCKS = """
+import ctypes
+import torch
+from d9d_loop.data.worker_pool import _return_freed_memory
+
+libc = ctypes.CDLL("libc.so.6")
+libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: the heap gets large blocks, of which every other one is freed
+blocks = [torch.ones(1 << 22, dtype=torch.uint8) for _ in range(9)]
+del blocks[1::2]
+
+def is_in_heap(block):
+    heap = next(line for line in open("/proc/self/maps") if "[heap]" in line).split()[0].split("-")
+    return int(heap[0], 16) <= block.data_ptr() < int(heap[1], 16)
+
+def num_pages():
+    return int(open("/proc/self/statm").read().split()[1])
+
+assert is_in_heap(torch.ones(1 << 22, dtype=torch.uint8))
+before = num_pages()
+_return_freed_memory()
+print(before - num_pages() > 3 * (1 << 22) // 4096, is_in_heap(torch.ones(1 << 22, dtype=torch.uint8)))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C library is glibc on Linux")
+def test_free_memory_of_the_heap_is_returned_and_takes_no_large_blocks() -> None:
+    found = subprocess.run([sys.executable, "-c", _LARGE_BLOCKS], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["True", "False"]

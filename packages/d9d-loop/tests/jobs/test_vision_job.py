@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from text_job_cases import write_lines
 from vision_cases import (
     CHATS,
+    SIZES,
     TEMPLATE,
     chat,
     image,
@@ -40,6 +41,7 @@ from d9d_loop.data_error import DataError
 from d9d_loop.jobs import NextToken, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.text_data import chat_rows
 from d9d_loop.jobs.text_model import check_fit
+from d9d_loop.jobs.vision_collator import ImageCollator
 from d9d_loop.jobs.vision_data import image_chats
 from d9d_loop.result import chat as chat_command
 from d9d_metrics import read_metrics
@@ -92,6 +94,35 @@ def test_a_batch_has_the_tokens_pixels_and_labels_of_each_chat_alone(family: str
         assert batch["input_ids"][row, :length].equal(inputs["input_ids"][0])
         assert batch["labels"][row, : length - 1].equal(labels[0, 1:])
         assert (batch["labels"][row, length - 1 :] == -100).all()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_a_processor_that_reads_no_tensors_gets_images_of_pillow(
+    family: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, kinds = vision_config(save_model(family, tmp_path / "model"), file, tmp_path), list[bool]()
+    process = ImageCollator._process
+
+    def noted(self: Any, rows: Any) -> Any:
+        kinds.extend(isinstance(image, torch.Tensor) for row in rows if row.place for image in row.images)
+        return process(self, rows)
+
+    monkeypatch.setattr(ImageCollator, "_process", noted)
+    expected = _batch(config, list(range(4)))
+    assert all(kinds)
+    kinds.clear()
+    monkeypatch.setattr("d9d_loop.jobs.vision_collator.reads_tensors", lambda *_, **__: False)
+    found = _batch(config, list(range(4)))
+    assert not any(kinds)
+    assert found.keys() == expected.keys()
+    assert all(each.equal(expected[name]) for name, each in found.items())
+
+
+def test_decoding_copies_no_whole_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pillow: Any = import_module("PIL.Image")
+    (path,) = save_images(tmp_path)[:1]
+    monkeypatch.setattr(pillow.Image, "copy", lambda _: pytest.fail("an image is copied"))
+    assert decode_image(path.name, tmp_path).size == SIZES[0]
 
 
 @pytest.mark.slow

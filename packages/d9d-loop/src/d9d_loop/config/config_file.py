@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,6 @@ def _parse(path: Path, included_by: Sequence[Path]) -> _Values:
     return values
 
 
-def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
-
-
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> _Values:
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -107,7 +104,7 @@ def _parse_yaml(text: str) -> Any:
 
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
-    ".json": _parse_json,
+    ".json": partial(json.loads, object_pairs_hook=_reject_duplicate_keys),
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,
 }

@@ -207,8 +207,7 @@ def _compile(source: str, today: date) -> Any:
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

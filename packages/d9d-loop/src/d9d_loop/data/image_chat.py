@@ -151,7 +151,8 @@ def decode_image(source: ImageSource, folder: Path) -> Any:
     from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
     def rgb(found: Any) -> Any:
-        turned = ImageOps.exif_transpose(found)  # a copy
+        found.load()
+        turned = found if found.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(found)  # a copy
         if turned.has_transparency_data:
             turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned.convert("RGBA"))
         elif turned.mode.startswith("I;16"):

@@ -3,7 +3,7 @@
 N: patches, C: channels, F: frames, P: pixels of a patch.
 """
 
-from functools import partial
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -75,7 +75,42 @@ class _Replacements:
         return texts, self.found
 
 
-BYTES_OF_ONE_FRAME = {"do_rescale": False, "do_normalize": False, "temporal_patch_size": 1}
+@final
+class _ChannelsLast(Tensor):
+    """Pixels [C, height, width] that a processor resizes in their memory format: torch needs less memory for it."""
+
+    def contiguous(self, memory_format: Any = None) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def pixels_tensor(image: Any) -> Tensor:
+    """Return the bytes [C, height, width] of an RGB image of Pillow, with channels last in memory."""
+    width, height = image.size
+    pixels = torch.empty((height, width, 3), dtype=torch.uint8)
+    for top in range(0, height, 32):  # Pillow makes several copies
+        pixels.numpy()[top : top + 32] = image.crop((0, top, width, min(top + 32, height)))
+    return pixels.permute(2, 0, 1).as_subclass(_ChannelsLast)
+
+
+def reads_tensors(processor: Any, **options: Any) -> bool:
+    """Return True if a processor makes bitwise the same of an image and of its `pixels_tensor`."""
+    try:
+        expected, found = _of_noise(processor, **options), _of_noise(processor, pixels_tensor, **options)
+        return all(torch.equal(each, found[name]) for name, each in expected.items())
+    except Exception:  # it reads no tensors
+        return False
+
+
+def _of_noise(processor: Any, convert: Callable[[Any], Any] = lambda image: image, **options: Any) -> Any:
+    """Return what a processor makes of three images of Pillow, or of what `convert` returns for them."""
+    from PIL import Image  # noqa: PLC0415 - an extra
+
+    noise = torch.randint(256, (96, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
+    images = [[convert(Image.fromarray(each))] for each in (noise, noise[:64, :64], noise[:, :40])]
+    return processor(images, [processor.image_token] * len(images), padding=True, return_tensors="pt", **options)
+
+
+BYTES_OF_ONE_FRAME: dict[str, Any] = {"do_rescale": False, "do_normalize": False, "temporal_patch_size": 1}
 """Options of a processor with which its patches are bytes of one frame."""
 
 
@@ -85,16 +120,11 @@ def byte_scale(processor: Any) -> Tensor | None:
     `None` if its pixels are not patches of F equal frames, or not bitwise equal to those of `pixels_of`. Bytes of one
     frame need 1 / (4 F) of the memory.
     """
-    from PIL import Image  # noqa: PLC0415 - an extra
-
     made = processor.image_processor
     try:
         of_channels = torch.tensor([made.image_mean, made.image_std]) * (1 / made.rescale_factor)
         scale = of_channels[..., None].repeat(1, 1, made.temporal_patch_size)
-        noise = torch.randint(256, (96, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
-        images = [[Image.fromarray(each)] for each in (noise, noise[:64, :64])]
-        convert = partial(processor, images, [processor.image_token] * 2, padding=True, return_tensors="pt")
-        expected, found = (convert(**options)["pixel_values"] for options in ({}, BYTES_OF_ONE_FRAME))
+        expected, found = (_of_noise(processor, **each)["pixel_values"] for each in ({}, BYTES_OF_ONE_FRAME))
         is_equal = found.dtype == torch.uint8 and pixels_of(found, scale).equal(expected)
     except Exception:  # the processor has other settings
         return None

@@ -84,8 +84,7 @@ class PaddingCollate:
         for key, value in self.values.items():
             batch[key] = self._pad([torch.as_tensor(sample[key]) for sample in samples], value)
         if self.mask:
-            first = next(iter(self.values))
-            ones = [torch.ones(len(sample[first]), dtype=torch.bool) for sample in samples]
+            ones = [torch.ones(len(sample[next(iter(self.values))]), dtype=torch.bool) for sample in samples]
             batch[self.mask] = self._pad(ones, value=False)
         return batch
 
@@ -107,12 +106,11 @@ def join_batches(parts: list[dict[str, Tensor]], row_values: Mapping[str, float]
         for name in names.keys() & row_values.keys():
             part.setdefault(name, torch.full_like(part["input_ids"], row_values[name]))
     for name in names:
-        value = row_values.get(name, 0)
         found = [part.pop(name) for part in parts if name in part]
         sizes = [max(each) for each in zip(*(each.shape[1:] for each in found), strict=True)]
         out = _new_tensor((sum(map(len, found)), *sizes), found[0].dtype)
         if any(list(each.shape[1:]) != sizes for each in found):
-            out.fill_(value)
+            out.fill_(row_values.get(name, 0))
         start = 0
         while found:
             part = found.pop(0)

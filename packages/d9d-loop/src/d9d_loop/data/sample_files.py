@@ -243,8 +243,7 @@ def _open(kind: FileKind, path: Path, *, key: str, text_field: str) -> Samples:
 def _open_json(path: Path) -> Samples:
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
-    is_list = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_list:
+    if not first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return JsonLines(path)
     objects = json.loads(path.read_bytes())
     for number, each in enumerate(objects):
@@ -265,10 +264,6 @@ def _open_csv(path: Path) -> Samples:
     # By default, the reader turns words such as NA into nulls, and guesses the types of columns block by block.
     columns = datasets.Features({name: datasets.Value("string") for name in header})
     return _load("csv", path, features=columns, na_filter=False, encoding="utf-8-sig")
-
-
-def _open_parquet(path: Path) -> Samples:
-    return _with_names(_load("parquet", path))
 
 
 def _load(builder: str, path: Path, **options: Any) -> Samples:
@@ -310,6 +305,6 @@ def _undecoded(feature: Any) -> Any:
 
 _TABLES: dict[FileKind, Callable[[Path], Samples]] = {
     ".csv": _open_csv,
-    ".parquet": _open_parquet,
+    ".parquet": lambda path: _with_names(_load("parquet", path)),
     "saved dataset": _open_saved,
 }

@@ -76,7 +76,7 @@ class SampleOrder:
         kept, keys = self._keys
         if kept != epoch:
             key = stream_key(self._seed, "sample order", epoch)
-            keys = [_int64(key + number * _GOLDEN) for number in range(_ROUNDS)]
+            keys = [(key + number * _GOLDEN + (1 << 63)) % (1 << 64) - (1 << 63) for number in range(_ROUNDS)]
             self._keys = (epoch, keys)
         return keys
 
@@ -94,8 +94,3 @@ def _hash(value: int) -> int:
     value = (value ^ value >> 30) * _FIRST & _MASK
     value = (value ^ value >> 27) * _SECOND & _MASK
     return value ^ value >> 31
-
-
-def _int64(value: int) -> int:
-    """Return the int64 whose bits are the lower 64 bits of an integer."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -183,8 +183,7 @@ class TextTokenizer:
     def identity(self) -> str:
         """Return a digest of everything that determines the tokens of a text."""
         contents = self._digest if self._backend is None else self._backend.to_str()
-        options = [_VERSION, self._splits_special]
-        return hashlib.sha256(f"{options}\0{contents}".encode()).hexdigest()
+        return hashlib.sha256(f"{[_VERSION, self._splits_special]}\0{contents}".encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write files from which `AutoTokenizer` reads this tokenizer in any model folder; keep its other settings."""

@@ -111,8 +111,7 @@ class TokenFile:
         """Return the tokens [start, stop), which belong to one document, and their mask if the file has masks."""
         part: Document = {"tokens": self.tokens(start, stop)}
         if self._masks is not None:
-            raw = bytearray(memoryview(self._masks)[start:stop])
-            part["mask"] = torch.frombuffer(raw, dtype=torch.uint8).bool()
+            part["mask"] = torch.frombuffer(bytearray(memoryview(self._masks)[start:stop]), dtype=torch.uint8).bool()
         return part
 
     def bounds(self, document: int) -> tuple[int, int]:

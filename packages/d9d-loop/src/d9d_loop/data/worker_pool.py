@@ -33,8 +33,8 @@ _PATIENCE = 5.0
 _LEAVE_SECONDS = 1.0
 """Time for the workers to end by themselves: a killed worker may leave a tensor in shared memory."""
 
-_M_MMAP_THRESHOLD = -3
-"""Parameter of `mallopt` in glibc's malloc.h."""
+_M_MMAP_THRESHOLD, _IS_MMAPPED = -3, 2
+"""Parameter of `mallopt` in glibc's malloc.h, and the bit of a block's size, before the block, if it is mapped."""
 
 
 @final
@@ -195,9 +195,19 @@ def _return_freed_memory() -> None:
     """Let glibc return large blocks when they are freed, always from the size with which it starts.
 
     By default, this size grows to that of the largest freed block, so pixels of images stay in the memory of a worker.
+    Glibc also keeps blocks in free memory of its heap, which a forked worker inherits: it is returned and reserved.
     """
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
+    with suppress(AttributeError, OSError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
+        libc.malloc_trim(0)
+        for size in (1 << bits for bits in range(26, 16, -1)):
+            for _ in range(1000):  # the environment may switch mapped blocks off
+                block = libc.malloc(size)
+                if not block or ctypes.c_size_t.from_address(block - 8).value & _IS_MMAPPED:
+                    break
+            libc.free(block)
 
 
 def _failure(message: str, cause: BaseException | None = None) -> DataError:

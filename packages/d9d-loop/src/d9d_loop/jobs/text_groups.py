@@ -31,8 +31,7 @@ def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetPro
         for samples in samples_of(config, partial(_texts, embedding=embedding))
     )
     assert training is not None
-    pad = partial(_pad, padding=padding_id(config, tokenizer))
-    return dataset_of(training, evaluation, config, collate=pad)
+    return dataset_of(training, evaluation, config, collate=partial(_pad, padding=padding_id(config, tokenizer)))
 
 
 def _pad(samples: list[list[Tensor]], *, padding: int) -> dict[str, Tensor]:

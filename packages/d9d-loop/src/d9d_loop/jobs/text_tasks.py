@@ -47,8 +47,7 @@ def label_positions(labels: Tensor, count: int | None = None) -> Tensor:
     """
     is_label, step = labels != IGNORED_LABEL, -(-labels.shape[-1] // 16)
     count = max(1, -(-int(is_label.sum(-1).max()) // step)) * step if count is None else count
-    first = is_label.byte().argsort(dim=-1, descending=True, stable=True)[..., :count]
-    return first.sort(dim=-1).values
+    return is_label.byte().argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
 
 
 def _inputs(batch: Batch, *, label_logits: bool = False) -> dict[str, Any]:
@@ -74,8 +73,7 @@ def _of_all_tokens(values: Tensor, batch: Batch) -> Tensor:
     """Return values [B, K] at the positions of logits in the shape of the labels, 0 at other positions."""
     labels = batch["labels"]
     if values.shape[1] != labels.shape[-1]:
-        rows = values.new_zeros(len(values), labels.shape[-1])
-        values = rows.scatter(1, batch[POSITIONS].flatten(0, -2), values)
+        values = values.new_zeros(len(values), labels.shape[-1]).scatter(1, batch[POSITIONS].flatten(0, -2), values)
     return values.view_as(labels)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from operator import call
 from typing import Any, final
 
 import torch
@@ -18,7 +17,7 @@ from d9d_dist import UserError
 from d9d_loop.data import ChatTokenizer
 from d9d_loop.data.chat_tokenizer import Span
 from d9d_loop.data.conversation import Conversation
-from d9d_loop.data.image_processor import BYTES_OF_ONE_FRAME, IMAGE_BYTES
+from d9d_loop.data.image_processor import BYTES_OF_ONE_FRAME, IMAGE_BYTES, pixels_tensor, reads_tensors
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.padding import join_batches
 from d9d_loop.jobs.job_config import TextDataConfig
@@ -75,8 +74,9 @@ class ImageCollator:
         self._processor, self._length, self._num_each, self._packer = processor, data.length, num_each, packer
         self._too_long, self._broken = data.too_long, data.broken_images
         self._tokenizer_identity = tokenizer.identity()
-        white = Image.new("RGB", (64, 64), (255, 255, 255))
-        self._stand_in, self._scale = ImageRow(tokenizer.render(_STAND_IN), (), [white]), scale
+        self._scale, self._options = scale, {} if scale is None else BYTES_OF_ONE_FRAME
+        self._reads_tensors = reads_tensors(processor, **self._options)
+        self._stand_in = ImageRow(tokenizer.render(_STAND_IN), (), [Image.new("RGB", (64, 64), (255, 255, 255))])
         self._check_text()
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
@@ -127,9 +127,8 @@ class ImageCollator:
         """Return the texts that replace the placeholders of the images of a row of these widths and heights."""
         from PIL import Image  # noqa: PLC0415 - an extra
 
-        self._process(
-            [ImageRow(self._processor.image_token * len(sizes), (), [Image.new("RGB", each) for each in sizes])]
-        )
+        images = [Image.new("RGB", each) for each in sizes]
+        self._process([ImageRow(self._processor.image_token * len(sizes), (), images)])
         return [each["replacement"] for each in self._processor.get_text_with_replacements.found[0]]
 
     def num_tokens(self, sample: Sequence[ImageRow], replacements: Callable[[tuple[Any, ...]], list[str]]) -> int:
@@ -143,7 +142,7 @@ class ImageCollator:
         (text,), (replaced,) = self._processor.get_text_with_replacements([row.text], texts)
         found = self._processor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = torch.tensor(found["input_ids"])
-        labels, end = _labels(row, ids, found["offset_mapping"], replaced)
+        labels, end = _labels(row, ids, torch.tensor(found["offset_mapping"]).view(-1, 2), replaced)
         return min(len(ids), self._length) if self._fits(row, labels, end) else 0
 
     def _check_text(self) -> None:
@@ -169,7 +168,8 @@ class ImageCollator:
             if (decoded := self._decoded(rows)) is None:
                 continue
             portion[index] = decoded
-            num_bytes += sum(3 * each.width * each.height for row in decoded for each in row.images)
+            images = chain.from_iterable(row.images for row in decoded)
+            num_bytes += sum(i.nbytes if isinstance(i, Tensor) else 3 * i.width * i.height for i in images)
             if num_bytes >= _BYTES_AT_ONCE:
                 yield portion
                 portion, num_bytes, decoded = dict[int, Sequence[ImageRow]](), 0, None
@@ -177,7 +177,7 @@ class ImageCollator:
 
     def _decoded(self, rows: Sequence[ImageRow]) -> Sequence[ImageRow] | None:
         """Return a sample with decoded images; `None` if one is broken, and such samples are dropped."""
-        decode = cache(call)  # both conversations of a pair have the same images
+        decode = cache(lambda i: pixels_tensor(i()) if self._reads_tensors else i())  # a pair has the same images
         try:
             return [replace(row, images=[decode(i) if callable(i) else i for i in row.images]) for row in rows]
         except UserError as error:
@@ -201,8 +201,7 @@ class ImageCollator:
                     self._fits(row, labels[:length], end)
                     for row, labels, length, end in zip(rows, batch["labels"], lengths, ends, strict=True)
                 ]
-                starts = range(0, len(rows), self._num_each)
-                pairs = zip(starts, samples, strict=True)
+                pairs = zip(range(0, len(rows), self._num_each), samples, strict=True)
                 skipped = [index for start, index in pairs if not all(fits[start : start + self._num_each])]
                 if not skipped:
                     return batch, ends
@@ -223,15 +222,15 @@ class ImageCollator:
                 add_special_tokens=False,  # the template has written them
                 return_tensors="pt",
                 return_offsets_mapping=True,
-                **({} if self._scale is None else BYTES_OF_ONE_FRAME),
+                **self._options,
             )
         )
         if self._scale is not None and "pixel_values" in batch:
             batch[IMAGE_BYTES] = batch.pop("pixel_values")
-        offsets, replaced = batch.pop("offset_mapping").tolist(), self._processor.get_text_with_replacements.found
+        offsets, replaced = batch.pop("offset_mapping"), self._processor.get_text_with_replacements.found
         lengths = batch["attention_mask"].sum(1).tolist()
         found = [
-            _labels(row, batch["input_ids"][number], offsets[number][: lengths[number]], replaced[number])
+            _labels(row, batch["input_ids"][number], offsets[number, : lengths[number]], replaced[number])
             for number, row in enumerate(rows)
         ]
         batch["labels"] = torch.stack([labels for labels, _ in found])
@@ -267,12 +266,10 @@ class ImageCollator:
         return self._too_long == "truncate" and end <= self._length and has_label
 
 
-def _labels(
-    row: ImageRow, ids: Tensor, offsets: Sequence[Span], replaced: Sequence[dict[str, Any]]
-) -> tuple[Tensor, int]:
-    """Return the labels [L] of the tokens of a row, and the end of its last image. `offsets` has no padding."""
+def _labels(row: ImageRow, ids: Tensor, offsets_L2: Tensor, replaced: Sequence[dict[str, Any]]) -> tuple[Tensor, int]:
+    """Return the labels [L] of the tokens of a row, and the end of its last image. `offsets_L2` has no padding."""
     labels, end = torch.full_like(ids, IGNORED_LABEL), 0
-    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+    starts, stops = offsets_L2.T.numpy()
 
     def tokens_of(span: Span) -> slice:
         """Return the tokens inside of characters of the text, without tokens of no characters at both ends."""

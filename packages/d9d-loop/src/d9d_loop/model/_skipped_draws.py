@@ -74,7 +74,8 @@ class SkippedDraws(TorchDispatchMode):
         is_draw = torch.Tag.nondeterministic_seeded in func.tags
         if not any(map(self._is_unset, inputs)) and not (is_draw and self._is_skipped(func, args, kwargs, inputs)):
             return func(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags or _returns_view(func):
+        aliases = (each.alias_info for each in func._schema.returns)
+        if torch.Tag.inplace_view in func.tags or any(each is not None and not each.is_write for each in aliases):
             return func(*args, **kwargs)
         written = list(written_tensors(func, args, kwargs))
         # A written tensor that was not skipped may hold arbitrary memory, so its contents are not digested.
@@ -164,7 +165,3 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(argument.name == "device" for argument in func._schema.arguments):
         meta_kwargs["device"] = torch.device("meta")
     return func(*meta_args, **meta_kwargs)
-
-
-def _returns_view(func: Any) -> bool:
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)

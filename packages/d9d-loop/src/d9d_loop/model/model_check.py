@@ -123,7 +123,8 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
     alone = [
         canonical_name(name)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and _num_ranks(parameter) != num_ranks
+        if parameter.requires_grad
+        and (parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1) != num_ranks
     ]
     written = [
         canonical_name(name)
@@ -173,8 +174,3 @@ def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedCo
             f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shards no experts; expected a "
             "call of parallelize_moe(model, ctx) of d9d_moe. Add it, or set the degree to 1."
         )
-
-
-def _num_ranks(parameter: torch.Tensor) -> int:
-    """Return the size of a parameter's device mesh; 1 for a plain tensor."""
-    return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
