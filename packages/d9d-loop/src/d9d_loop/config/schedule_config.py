@@ -84,8 +84,5 @@ class ScheduleConfig(BaseModel):
             )
 
 
-def _from_name(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
-PipelineScheduleConfig = Annotated[ScheduleConfig, BeforeValidator(_from_name)]
+_from_name = BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)
+PipelineScheduleConfig = Annotated[ScheduleConfig, _from_name]
