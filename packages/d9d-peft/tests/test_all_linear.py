@@ -59,13 +59,24 @@ class _Blocks(nn.Linear):
         return torch.einsum("bgi,goi->bgo", input.view(-1, 3, 2), self.weight.view(3, 1, 2)).flatten(1)
 
 
+class _Transposed(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        return input @ self.weight
+
+
+class _Positive(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        return nn.functional.linear(input.relu(), self.weight.abs())
+
+
 @pytest.mark.parametrize("method", [LoRA, DoRA])
 def test_layers_that_are_no_product_with_their_weight_have_no_adapter(method: Any) -> None:
     layers = [nn.Linear(6, 3), _Same(6, 3), _Doubled(6, 3), _Router(6, 3), _Blocks(2, 3, bias=False)]
+    layers += [_Transposed(3, 3), _Positive(3, 3)]
     model = nn.Sequential(*layers)
     assert linear_layers(model) == ["0", "1"]
     inject(method(nn.Linear, rank=2), model)
-    assert [hasattr(each, "adapter") for each in layers] == [True, True, False, False, False]
+    assert [hasattr(each, "adapter") for each in layers] == [True, True, *[False] * 5]
 
 
 @pytest.mark.parametrize("method", [LoRA, DoRA])

@@ -4,6 +4,8 @@ import base64
 import json
 import pickle
 import re
+import struct
+import zlib
 from collections.abc import Callable
 from importlib import import_module
 from io import StringIO
@@ -295,14 +297,35 @@ def test_values_of_16_bits_keep_their_upper_8(name: str, tmp_path: Path) -> None
     assert (numpy.array(decode_image(name, tmp_path)) == (values >> 8)[..., None]).all()
 
 
-def test_an_image_of_32_bits_is_an_error(tmp_path: Path) -> None:
+def test_an_image_whose_values_pillow_would_change_is_an_error(tmp_path: Path) -> None:
     pillow = import_module("PIL.Image")
     source = pillow.new("F", (8, 8), 0.5)
     source.save(tmp_path / "a.tif")
     pillow.new("I;16", (8, 8), 300).save(tmp_path / "a.png", transparency=5)  # a color of 16 bits
-    for each in (source, "a.tif", "a.png"):
-        with pytest.raises(UserError, match="cannot be decoded: its values have 32 bits"):
+    (tmp_path / "b.png").write_bytes(_png_of_16_bits((0x1234, 0x1234, 0x1234)))
+    for each in (source, "a.tif", "a.png", "b.png"):
+        with pytest.raises(UserError, match="cannot be decoded: its values have more than 8 bits in a form that"):
             image_size(each, tmp_path)
+
+
+def _png_of_16_bits(transparent: tuple[int, int, int]) -> bytes:
+    """Return a PNG of one pixel with colors of 16 bits, one of which is transparent; Pillow cannot write it."""
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0),
+        b"tRNS": struct.pack(">3H", *transparent),
+        b"IDAT": zlib.compress(b"\0" + struct.pack(">3H", 0x3400, 0x3400, 0x3400)),
+        b"IEND": b"",
+    }
+    chunks = (
+        struct.pack(">I", len(each)) + name + each + struct.pack(">I", zlib.crc32(name + each))
+        for name, each in parts.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_flags_and_numbers_are_no_media() -> None:
+    assert not has_media({**chat("a", "b"), "video": False, "audio": 3, "image": ""})
+    assert has_media({**chat("a", "b"), "video": "a.mp4"})
 
 
 def test_a_missing_image_is_named_before_the_start(model: Path, tmp_path: Path) -> None:
@@ -391,6 +414,7 @@ def test_images_are_read_from_every_place(source: str, model: Path, tmp_path: Pa
         ({**chat("a", "b"), "image_paths": ["a"], "img": "b"}, "has the key image_paths, img, which is not read"),
         ({**chat("<video>a", "b"), "videos": ["a.mp4"]}, "has the key videos, which is not read; expected images in"),
         ({**chat("a", "b"), "image": "x", "images": ["y"]}, "the keys image and images; expected one"),
+        ({**chat([{"type": "image"}], "b"), "images": [None]}, "has a null in images; expected a path"),
         ({**chat("a", "b"), "images": [["a.png"]]}, "an image has the type list; expected a path, a data URL or bytes"),
         (
             chat([{"type": "text", "value": "a"}], "b"),
@@ -480,7 +504,7 @@ def test_a_processor_that_adds_tokens_to_the_text_is_an_error(
 def test_a_model_that_reads_images_by_cross_attention_is_an_error(family: str, tmp_path: Path) -> None:
     transformers: Any = import_module("transformers")
     config = vision_config(tmp_path, tmp_path / "x.jsonl", tmp_path)
-    with pytest.raises(UserError, match=f"is a {family}, which reads images by cross attention; expected a model "):
+    with pytest.raises(UserError, match=f"is a {family}, which has cross attention or an encoder; expected a decoder "):
         check_fit(config, transformers.AutoConfig.for_model(family))
 
 
@@ -584,7 +608,7 @@ def test_a_folder_without_images_is_an_error(model: Path, file: Path, tmp_path: 
     ):
         text_trainer(vision_config(tmp_path / "llama", file, tmp_path))
     transformers.AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "llama")
-    with pytest.raises(UserError, match="is a llama, which takes no images; expected a model that AutoModelForImage"):
+    with pytest.raises(UserError, match="is a llama, which takes no images; expected a decoder that AutoModelForImage"):
         text_trainer(vision_config(tmp_path / "llama", file, tmp_path))
 
 

@@ -84,5 +84,5 @@ class ScheduleConfig(BaseModel):
             )
 
 
-_from_name = BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)
-PipelineScheduleConfig = Annotated[ScheduleConfig, _from_name]
+_name_to_section = BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)
+PipelineScheduleConfig = Annotated[ScheduleConfig, _name_to_section]

@@ -274,7 +274,7 @@ def _message(number: int, value: Any) -> Message:
         if isinstance(part, Mapping) and part.get("type") == "text" and not isinstance(part.get("text"), str):
             raise UserError(
                 f"message {number} has a part of the type text with the keys {', '.join(part)}; expected a text in "
-                "the key text. Rename its key."
+                "the key text. Rename its key, or remove the part."
             )
     if "tool_calls" in message:
         message["tool_calls"] = [_tool_call(number, call) for call in message["tool_calls"]]

@@ -91,7 +91,8 @@ def _messages_of(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _media_keys(values: Mapping[str, Any]) -> list[str]:
     """Return the keys of a sample or a message that usually hold images, videos or sounds, and are not empty."""
-    given = {key: each for key, each in values.items() if _MEDIA.fullmatch(key) and each is not None}
+    flags = None | bool | int | float  # such as an id
+    given = {key: each for key, each in values.items() if _MEDIA.fullmatch(key) and not isinstance(each, flags)}
     return [key for key, each in given.items() if not isinstance(each, Sized) or len(each)]
 
 
@@ -101,7 +102,7 @@ def _with_images(conversation: Conversation, sample: Mapping[str, Any]) -> Image
     if given and not any(part.get("type") in ("image", "image_url") for part in _parts(messages)):
         messages = _with_places(messages, len(given))
     images, rest = [_value_of(part) for part in _parts(messages) if part.get("type") != "text"], iter(given)
-    if None in given or images.count(None) != len(given):
+    if images.count(None) != len(given):
         raise UserError(
             f"a sample has {len(given)} images in images or image, and {images.count(None)} places for them; expected "
             'equal numbers. Add parts {"type": "image"}, or images.'
@@ -146,7 +147,7 @@ def decode_image(source: ImageSource, folder: Path) -> Any:
     Transparent pixels are over white. Values of 16 bits keep their upper 8.
 
     Raises:
-        UserError: If the file does not exist, is no image, or its values have 32 bits, or 16 with transparency.
+        UserError: If the file does not exist, is no image, or has values of 32 bits, or of 16 with a transparent color.
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
@@ -195,8 +196,10 @@ def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else folder / source if isinstance(source, str) else None
         with nullcontext(source) if file is None else Image.open(file) as found:
-            if found.mode in ("I", "F") or (found.mode.startswith("I;16") and found.has_transparency_data):
-                raise ValueError("its values have 32 bits, or 16 and transparency, which Pillow would clip to 0 to 255")
+            has_wide_color = found.mode == "RGB" and max(found.info.get("transparency", (0,))) > 255
+            has_wide_gray = found.mode.startswith("I;16") and found.has_transparency_data
+            if found.mode in ("I", "F") or has_wide_color or has_wide_gray:
+                raise ValueError("its values have more than 8 bits in a form that Pillow converts to other pixels")
             return read(found)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise UserError(
@@ -227,10 +230,15 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _given_images(sample: Mapping[str, Any]) -> list[Any]:
     given, single = sample.get("images"), sample.get("image")
+    single = None if isinstance(single, str) and not single else single
     if given and single is not None:
         raise UserError("a sample has the keys image and images; expected one of them. Remove the other.")
     if isinstance(given, str | bytes) or not isinstance(given, Sequence | None):
         raise UserError(f"a sample has images of the type {type(given).__name__}; expected a list. Use the key image.")
+    if given is not None and None in given:
+        raise UserError(
+            "a sample has a null in images; expected a path, bytes or a data URL. Remove it, with its place."
+        )
     return list(given or (single if isinstance(single, list) else [] if single is None else [single]))
 
 

@@ -33,8 +33,8 @@ _PATIENCE = 5.0
 _LEAVE_SECONDS = 1.0
 """Time for the workers to end by themselves: a killed worker may leave a tensor in shared memory."""
 
-_M_MMAP_THRESHOLD, _IS_MMAPPED = -3, 2
-"""Parameter of `mallopt` in glibc's malloc.h, and the bit of a block's size, before the block, if it is mapped."""
+_M_MMAP_THRESHOLD, _M_MMAP_MAX, _IS_MMAPPED = -3, -4, 2
+"""Parameters of `mallopt` in glibc's malloc.h, and the bit of a block's size, before the block, if it is mapped."""
 
 
 @final
@@ -201,9 +201,10 @@ def _return_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
+        libc.mallopt(_M_MMAP_MAX, 1 << 16)  # the environment may switch mapped blocks off
         libc.malloc_trim(0)
         for size in (1 << bits for bits in range(26, 16, -1)):
-            for _ in range(1000):  # the environment may switch mapped blocks off
+            for _ in range(1000):
                 block = libc.malloc(size)
                 if not block or ctypes.c_size_t.from_address(block - 8).value & _IS_MMAPPED:
                     break

@@ -165,12 +165,8 @@ def plan_job(
     if compute_metrics is not None:
         check_predictions(config, task, evaluates=evaluates)
     check_retention(config, None if compute_metrics is not None else task, evaluates=evaluates)
-    data_identity, evaluation_identity = (  # the first call reads the data
-        cache(
-            partial(
-                read_apart, partial(identity_of, each), num_workers=config.data.num_workers, what=f"the {what} data"
-            )
-        )
+    data_identity, evaluation_identity = (
+        _identity_function(each, config, what=f"the {what} data")
         for each, what in ((stream, "training"), (evaluation_data, "evaluation"))
     )
     if info is not None:
@@ -248,6 +244,13 @@ def _read_batch(
     data: DataProvider, stream: SampleStream, entries: Callable[[], list[Entry]], size: int | None = None
 ) -> Any:
     return data.collate([stream.read(entry) for entry in entries()[:size]])
+
+
+def _identity_function(
+    data: Samples | SampleStream | None, config: TrainerConfig, *, what: str
+) -> Callable[[], JsonValue]:
+    """Return a function that returns the identity of data, which its first call reads; `what` names them."""
+    return cache(partial(read_apart, partial(identity_of, data), num_workers=config.data.num_workers, what=what))
 
 
 def _plan_schedule(config: TrainerConfig, mesh: MeshConfig, model: ModelProvider, given: Schedule | None) -> Schedule:

@@ -175,7 +175,8 @@ class AdaptedModel(ModelProvider):
         uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
         adapted = ((name, model.get_submodule(name).parameters(recurse=False)) for name in names)
         self._tied = [name for name, own in adapted if any(uses[id(each)] > 1 for each in own)]
-        self._summary = _summary(model, names, self._tuned, only_new=self._adapter.full is None)
+        tuned = self._tuned & dict(model.named_parameters()).keys()  # tied ones once
+        self._summary = _summary(model, names, tuned, only_new=self._adapter.full is None)
         if self._tied:
             tied = ", ".join(self._tied)
             self._summary += (

@@ -135,11 +135,12 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
     text, names = model_config.get_text_config(), ("cross_attention_layers", "cross_layer_interval")
     if config.job == "vision":
         is_crossed = model_config.is_encoder_decoder or any(hasattr(text, name) for name in names)
-        if is_crossed or type(model_config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        takes_images = type(model_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if is_crossed or not takes_images:
             raise UserError(
                 f"job = vision, but {config.model.folder} is a {model_config.model_type}, which "
-                f"{'reads images by cross attention' if is_crossed else 'takes no images'}; expected a model that "
-                "AutoModelForImageTextToText loads, without cross attention. Choose another folder, or job = sft."
+                f"{'has cross attention or an encoder' if takes_images else 'takes no images'}; expected a decoder "
+                "that AutoModelForImageTextToText loads, without cross attention. Choose another folder, or job = sft."
             )
     is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
     if config.job in GENERATING_JOBS and is_encoder and not getattr(model_config, "is_decoder", False):

@@ -153,12 +153,13 @@ class ImageCollator:
         tokenizer = self._processor.tokenizer
         expected = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found != expected:
-            start = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
+            both = enumerate(zip(found, expected, strict=False))
+            start = next((n for n, pair in both if pair[0] != pair[1]), min(len(found), len(expected)))
             got, kept = (tokenizer.decode(ids[start : start + 9]) for ids in (found, expected))
             raise UserError(
                 f"{type(self._processor).__name__} changes the text of chats outside of images: got {got!r}, expected "
-                f"{kept!r} as the chat template writes it, where the job finds the answers. If it adds a start token, "
-                "write it in the template; otherwise choose another model."
+                f"{kept!r} as the chat template writes it, where the job finds the answers. If it adds a token at "
+                "the start or the end, write it in the template; otherwise choose another model."
             )
 
     def _portions(self, samples: dict[int, Sequence[ImageRow]]) -> Iterator[dict[int, Sequence[ImageRow]]]:

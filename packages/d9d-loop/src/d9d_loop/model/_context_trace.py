@@ -384,7 +384,7 @@ class _Positions(TorchDispatchMode):
 
 
 def with_value(tree: Any, path: Path, value: Any, *, copies: bool = True) -> Any:
-    """Return a copy of nested tuples, lists and dicts with another value at a path; else dicts themselves change."""
+    """Return nested tuples, lists and dicts with another value at a path; dicts themselves change without `copies`."""
     if not path:
         return value
     key, rest = path[0], tuple(path[1:])

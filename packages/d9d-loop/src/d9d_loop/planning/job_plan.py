@@ -187,8 +187,7 @@ class ClusterPlan:
             "goodput": {name: getattr(self.goodput, name) for name in Goodput.__slots__},
             "collective_bytes": self.collectives,
             "nearest": None if self.nearest is None else _candidate_json(self.nearest),
-            "search": self.search
-            and {"num_legal": self.search.num_legal, "fitting": list(map(_candidate_json, self.search.fitting))},
+            "search": None if self.search is None else _search_json(self.search),
         }
         if isinstance(self.timing, str):
             return {**known, "no_step_time": self.timing}
@@ -424,6 +423,10 @@ class _Checks:
                 self._known[key] = False
             gc.collect()  # models of `plan_for` may be in cycles, and automatic collection is paused
         return self._known[key]
+
+
+def _search_json(found: SearchResult) -> dict[str, Any]:
+    return {"num_legal": found.num_legal, "fitting": [_candidate_json(each) for each in found.fitting]}
 
 
 def _candidate_json(each: Candidate) -> dict[str, Any]:
