@@ -1,3 +1,4 @@
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from d9d_loop.data import (
     ChatTokenizer,
     ChatTokens,
     mark_spans,
+    read_chat_template,
     read_chat_tokenizer,
     read_conversation,
     read_pair,
@@ -175,6 +177,66 @@ def test_a_first_message_may_be_read_in_another_form_than_later_ones() -> None:
     assert template.render(messages) == "system;user;assistant;"
 
 
+def test_a_list_that_a_tool_returns_is_given_as_it_is() -> None:
+    """Before, a template that reads a text of a tool, or its outputs one by one, got an error of parts."""
+    outputs = "{% for each in m.content %}{{ each.output if each.output is defined else each }};{% endfor %}"
+    source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}" + outputs
+    template = ChatTemplate(source + "{% endif %}{% endfor %}")
+    assert template.render([{"role": "tool", "content": [{"output": "42"}, {"output": 43}]}]) == "42;43;"
+    assert template.render([{"role": "tool", "content": [{"type": "text", "text": "4"}, {"text": "2"}, "!"]}]) == "42!"
+    with pytest.raises(UserError, match="the role tool has a part that is not a text"):
+        template.render([{"role": "tool", "content": [{"type": "image"}]}])
+    with pytest.raises(UserError, match="the role user has a part that is not a text"):
+        template.render([{"role": "user", "content": [{"image": "a.png"}]}])
+
+
+_NEEDS = {
+    "id": ("m.tool_call_id|length == 9", "{{ m.name }}={{ m.content|string }}"),
+    "call": ("seen.call", "{{ seen.call.function.name }}={{ m.content }}"),
+    "more": ("m.of_this", "{{ m.of_this }}={{ m.content }}"),
+}
+
+
+@pytest.mark.parametrize("needs", list(_NEEDS))
+@pytest.mark.parametrize("form", [str, lambda each: [{"type": "text", "text": each}]])
+def test_a_template_of_images_may_read_texts_of_a_tool_only_after_a_call(needs: str, form: Any) -> None:
+    """Before, the probe could not be rendered, and the parts of the result were printed as Python code."""
+    condition, result = _NEEDS[needs]
+    source = (
+        "{% set seen = namespace(call=none) %}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% if not (CONDITION) %}{{ raise_exception('no CONDITION') }}{% endif %}RESULT{% else %}"
+        "{% if m.tool_calls %}{% set seen.call = m.tool_calls[0] %}{% elif m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}[{{ part.type }}]{{ part.text }}{% endfor %}{% endif %};"
+        "{% endif %}{% endfor %}"
+    )
+    source = source.replace("CONDITION", condition).replace("RESULT", result)
+    call = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": form("a")},
+        {"role": "assistant", "content": form(""), "tool_calls": [call]},
+        {"role": "tool", "name": "add", "tool_call_id": "123456789", "of_this": "add", "content": form("42")},
+    ]
+    assert ChatTemplate(source, has_parts=True).render(messages) == "[text]a;;add=42"
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("message.content|upper", "A LONG ENOUGH ANSWER"),
+        ("message.content|capitalize", "A long enough answer"),
+        ("message.content|replace('a', '4')", "4 long enough 4nswer"),
+        ("message.content if message.content|length > 15", "a long enough answer"),
+    ],
+)
+def test_a_template_may_change_answers_or_write_some_only(has_parts: bool, written: str, expected: str) -> None:
+    """Before, such a template was said to write no answers."""
+    answer = "{{ " + f"({written}) if message.role == 'assistant' else message.content" + " }}"
+    template = ChatTemplate(CHATML.replace("{{ message.content }}", answer), has_parts=has_parts)
+    text = template.render(chat("a", "a long enough answer")["messages"])
+    assert text == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{expected}<|im_end|>\n"
+
+
 @pytest.mark.parametrize("has_parts", [False, True])
 def test_a_template_without_the_texts_of_answers_is_an_error(has_parts: bool) -> None:
     """Parts that d9d makes have the key `text`, not `content`: before, only the stop token was learned."""
@@ -267,6 +329,19 @@ def test_a_tokenizer_is_read_from_a_folder(tmp_path: Path) -> None:
         read_chat_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     assert read_chat_tokenizer(tmp_path).identity() == chat_tokenizer().identity()
+
+
+def test_the_template_of_the_tokenizer_is_before_that_of_an_older_processor(tmp_path: Path) -> None:
+    """As `AutoTokenizer`, which ignores the file of the processor; with images it is the first, as `AutoProcessor`."""
+    transformers = pytest.importorskip("transformers")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "legacy"}), encoding="utf-8")
+    assert read_chat_template(tmp_path).source == "legacy"
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "own"}), encoding="utf-8")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == "own"
+    assert read_chat_template(tmp_path).source == "own"
+    assert read_chat_template(tmp_path, has_parts=True).source == "legacy"
 
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}

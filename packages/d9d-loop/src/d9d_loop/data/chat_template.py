@@ -20,8 +20,11 @@ TRAINING_DATE = date(2024, 7, 26)
 # Names of the thinking of a message, in the order of preference of transformers.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
-
-_PROBE = "a content"
+# The second one meets conditions of templates, such as a length or the end of a thinking.
+_PROBES = ("a content", "<think>\nWell.\n</think>\n\n" + "Another content. " * 99)
+_FORMS, _SPEAKERS = (dict, with_parts), ("system", "user", "assistant")
+_FUNCTION, _RESULT = {"name": "f", "arguments": {}}, {"name": "f", "tool_call_id": "0" * 9}
+_CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "0" * 9, "type": "function", "function": _FUNCTION}]}
 
 
 @final
@@ -73,31 +76,34 @@ class ChatTemplate:
 
     def _find_form(self, role: str) -> Callable[[Message], Message]:
         """Return the function that gives messages of a role the form of contents that the template reads."""
-        found = [self._reads(form({"role": role, "content": _PROBE})) for form in (dict, with_parts)]
-        reads_text, reads_parts = (each is True for each in found)
-        if reads_text != reads_parts:
-            return with_parts if reads_parts else _with_text
-        if role == "assistant" and not reads_text and False in found:
+        text, parts = found = [self._reads(role, form) for form in _FORMS]
+        if role == "assistant" and max(found) == 0:
             raise UserError(
                 'the chat template does not write answers, neither a text nor parts {"type": "text", "text": ...}; '
                 "expected the text, which the model learns. Change the template."
             )
-        if not reads_text and role != "user":  # it renders no such message alone
-            return self._form_of("user")
-        return with_parts if self.has_parts else dict if reads_text else _with_text
+        if text != parts and max(found) > 1:
+            return with_parts if parts > text else _with_text
+        if max(found) < 3 and role != "user":  # no such message alone tells its form
+            form = self._form_of("user")
+            return _with_text if form is with_parts and self._reads("user", dict) == 3 else form
+        return with_parts if self.has_parts else dict if text == 3 else _with_text
 
-    def _reads(self, message: Message) -> bool | None:
-        """Return True if the text has the content of a message, and not its form; `None` if it cannot be rendered."""
-        users, found = [form({"role": "user", "content": "."}) for form in (dict, with_parts)], None
-        is_first = message["role"] == "system"  # a later message may be read in another form
-        for messages in (*([message, user] if is_first else [user, message] for user in users), [message]):
+    def _reads(self, role: str, form: Callable[[Message], Message]) -> int:
+        """Return 3 if a text has the content, 2 if it depends on it, 1 if it has its form, 0 if none, -1 if no text."""
+        more, found = {} if role in _SPEAKERS else _RESULT, -1
+        probes = [form({"role": role, "content": probe, **more}) for probe in _PROBES]
+        starts = [[each({"role": "user", "content": "."}), each(_CALL)] for each in _FORMS]
+        for before in (*(starts if more else ()), *(start[:1] for start in starts), ()):
+            # Before a user, as a later system message may be read in another form.
+            tried = [[probe, *before] if role == "system" else [*before, probe] for probe in probes]
             try:
-                text = self._compiled.render(messages=messages, **self.special_tokens)
+                text, other = (self._compiled.render(messages=each, **self.special_tokens).lower() for each in tried)
             except Exception:  # noqa: S112 - of a template that cannot read it
                 continue
-            if _PROBE in text:
-                return f"text': '{_PROBE}" not in text and f'text": "{_PROBE}' not in text
-            found = False
+            if _PROBES[0] in text:
+                return 1 if f"text': '{_PROBES[0]}" in text or f'text": "{_PROBES[0]}' in text else 3
+            found = max(found, 2 * (text != other))
         return found
 
     def render(
@@ -144,10 +150,10 @@ def read_chat_template(
 ) -> ChatTemplate:
     """Read the chat template of a model folder, and its special tokens unless they are given.
 
-    The template is in `chat_template.jinja`, in `additional_chat_templates`, in `chat_template.json` of an older
-    processor, in `tokenizer_config.json`, or in `processor_config.json`. With `has_parts`, the two files of a processor
-    come first, as in `AutoProcessor`. Of several named templates, the one named `tool_use` is used if `for_tools`, else
-    the one named `default`.
+    The first of these has it: `chat_template.jinja` or `additional_chat_templates`, `tokenizer_config.json`, as in
+    `AutoTokenizer`, `chat_template.json`, `processor_config.json`. With `has_parts`, `processor_config.json`, then
+    `chat_template.json`, come first, as in `AutoProcessor`. Of several named templates, the one named `tool_use` is
+    used if `for_tools`, else the one named `default`.
 
     Raises:
         NoChatTemplateError: If the folder has no chat template.
@@ -160,14 +166,14 @@ def read_chat_template(
     processor, legacy, tokenizer = (read_json(folder / name).get("chat_template") for name in names)
     own = (processor or legacy) if has_parts else None
     if own or not named:
-        found = own or legacy or tokenizer or processor
+        found = own or tokenizer or legacy or processor
         listed = {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
         named = listed if isinstance(listed, dict) else {"default": found}
     source = named.get("tool_use" if for_tools else "default", named.get("default"))
     if not isinstance(source, str):
         raise NoChatTemplateError(
-            f"{folder} has no chat template, neither chat_template.jinja nor a chat_template in tokenizer_config.json; "
-            "expected the folder of a chat model. Write its template to chat_template.jinja."
+            f"{folder} has no chat template; expected the folder of a chat model, with chat_template.jinja, or chat_"
+            "template in tokenizer_config.json. Write its template to chat_template.jinja."
         )
     special = read_special_tokens(folder) if special_tokens is None else special_tokens
     return ChatTemplate(source, special_tokens=special, today=today, has_parts=has_parts)
@@ -177,13 +183,15 @@ def _with_text(message: Message) -> Message:
     parts = message["content"]
     if not isinstance(parts, list):
         return message
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [one.get("text", None if "type" in one else one) if isinstance(one, Mapping) else one for one in parts]
+    if all(isinstance(text, str) for text in texts):
+        return {**message, "content": "".join(texts)}
+    if None in texts or message["role"] in _SPEAKERS:
         raise UserError(
             f"a message of the role {message['role']} has a part that is not a text; expected texts, because the chat "
             "template reads no other parts. Remove the part."
         )
-    return {**message, "content": "".join(texts)}
+    return message  # data that a tool returned
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -198,7 +206,7 @@ def _compile(source: str, today: date) -> Any:
     from jinja2 import TemplateSyntaxError, nodes  # noqa: PLC0415 - optional
     from jinja2.exceptions import TemplateError  # noqa: PLC0415
     from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+    from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox  # noqa: PLC0415
 
     class Generation(Extension):
         """Block that marks answers for `transformers`; its contents are rendered as they are."""
@@ -218,9 +226,7 @@ def _compile(source: str, today: date) -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = to_json
     functions: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
     try:
