@@ -323,6 +323,12 @@ def _png_of_16_bits(transparent: tuple[int, int, int]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
+def test_a_transparent_color_may_be_a_number(tmp_path: Path) -> None:
+    source = import_module("PIL.Image").new("RGB", (8, 8))
+    source.info["transparency"] = 3  # as a palette has it
+    assert image_size(source, tmp_path) == (8, 8)
+
+
 def test_flags_and_numbers_are_no_media() -> None:
     assert not has_media({**chat("a", "b"), "video": False, "audio": 3, "image": ""})
     assert has_media({**chat("a", "b"), "video": "a.mp4"})

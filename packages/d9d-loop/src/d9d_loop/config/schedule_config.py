@@ -84,5 +84,4 @@ class ScheduleConfig(BaseModel):
             )
 
 
-_name_to_section = BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)
-PipelineScheduleConfig = Annotated[ScheduleConfig, _name_to_section]
+PipelineScheduleConfig = Annotated[ScheduleConfig, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)]

@@ -23,6 +23,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 # The second one meets conditions of templates, such as a length or the end of a thinking.
 _PROBES = ("a content", "<think>\nWell.\n</think>\n\n" + "Another content. " * 99)
 _FORMS, _SPEAKERS = (dict, with_parts), ("system", "user", "assistant")
+_NO_TEXT, _NOTHING, _AS_DATA, _CHANGED, _CONTENT = range(-1, 4)
 _FUNCTION, _RESULT = {"name": "f", "arguments": {}}, {"name": "f", "tool_call_id": "0" * 9}
 _CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "0" * 9, "type": "function", "function": _FUNCTION}]}
 
@@ -77,21 +78,21 @@ class ChatTemplate:
     def _find_form(self, role: str) -> Callable[[Message], Message]:
         """Return the function that gives messages of a role the form of contents that the template reads."""
         text, parts = found = [self._reads(role, form) for form in _FORMS]
-        if role == "assistant" and max(found) == 0:
+        if role == "assistant" and max(found) == _NOTHING:
             raise UserError(
                 'the chat template does not write answers, neither a text nor parts {"type": "text", "text": ...}; '
                 "expected the text, which the model learns. Change the template."
             )
-        if text != parts and max(found) > 1:
+        if text != parts and max(found) >= _CHANGED:
             return with_parts if parts > text else _with_text
-        if max(found) < 3 and role != "user":  # no such message alone tells its form
+        if max(found) < _CONTENT and role != "user":  # no such message alone tells its form
             form = self._form_of("user")
-            return _with_text if form is with_parts and self._reads("user", dict) == 3 else form
-        return with_parts if self.has_parts else dict if text == 3 else _with_text
+            return _with_text if form is with_parts and self._reads("user", dict) == _CONTENT else form
+        return with_parts if self.has_parts else dict if text == _CONTENT else _with_text
 
     def _reads(self, role: str, form: Callable[[Message], Message]) -> int:
-        """Return 3 if a text has the content, 2 if it depends on it, 1 if it has its form, 0 if none, -1 if no text."""
-        more, found = {} if role in _SPEAKERS else _RESULT, -1
+        """Return what the text of a message has of its content; `_NO_TEXT` if the template cannot render it."""
+        more, found = {} if role in _SPEAKERS else _RESULT, _NO_TEXT
         probes = [form({"role": role, "content": probe, **more}) for probe in _PROBES]
         starts = [[each({"role": "user", "content": "."}), each(_CALL)] for each in _FORMS]
         for before in (*(starts if more else ()), *(start[:1] for start in starts), ()):
@@ -102,8 +103,9 @@ class ChatTemplate:
             except Exception:  # noqa: S112 - of a template that cannot read it
                 continue
             if _PROBES[0] in text:
-                return 1 if f"text': '{_PROBES[0]}" in text or f'text": "{_PROBES[0]}' in text else 3
-            found = max(found, 2 * (text != other))
+                is_data = f"text': '{_PROBES[0]}" in text or f'text": "{_PROBES[0]}' in text
+                return _AS_DATA if is_data else _CONTENT
+            found = max(found, _NOTHING if text == other else _CHANGED)
         return found
 
     def render(

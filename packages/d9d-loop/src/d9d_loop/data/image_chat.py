@@ -196,9 +196,9 @@ def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else folder / source if isinstance(source, str) else None
         with nullcontext(source) if file is None else Image.open(file) as found:
-            has_wide_color = found.mode == "RGB" and max(found.info.get("transparency", (0,))) > 255
-            has_wide_gray = found.mode.startswith("I;16") and found.has_transparency_data
-            if found.mode in ("I", "F") or has_wide_color or has_wide_gray:
+            color = found.info.get("transparency")  # a tuple, a number or bytes
+            is_wide = found.has_transparency_data if found.mode.startswith("I;16") else found.mode in ("I", "F")
+            if is_wide or (isinstance(color, tuple) and max(color) > 255):
                 raise ValueError("its values have more than 8 bits in a form that Pillow converts to other pixels")
             return read(found)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
@@ -236,9 +236,7 @@ def _given_images(sample: Mapping[str, Any]) -> list[Any]:
     if isinstance(given, str | bytes) or not isinstance(given, Sequence | None):
         raise UserError(f"a sample has images of the type {type(given).__name__}; expected a list. Use the key image.")
     if given is not None and None in given:
-        raise UserError(
-            "a sample has a null in images; expected a path, bytes or a data URL. Remove it, with its place."
-        )
+        raise UserError("a sample has a null in images; expected a path, bytes or a data URL. Remove it and its place.")
     return list(given or (single if isinstance(single, list) else [] if single is None else [single]))
 
 
