@@ -126,3 +126,5 @@ def test_invalid_input_raises() -> None:
         UserError, match=r"keep = \['aten.mm.default'\] with policy = 'full'; expected policy = 'selective'"
     ):
         checkpoint_activations(_Counting(), keep=[torch.ops.aten.mm.default])
+    with pytest.raises(UserError, match=r"a ModuleList has no forward; expected a layer"):
+        checkpoint_activations(nn.ModuleList([_Counting()]))

@@ -123,7 +123,7 @@ def test_options_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(_run_on_ranks, tmp_path, world_size=2)
 
 
-@pytest.mark.parametrize(("pattern", "calls"), [("blocks", 4), (r"blocks\.1", 3)])
+@pytest.mark.parametrize(("pattern", "calls"), [("blocks", 4), ("blocks.*", 4), (r"blocks\.1", 3)])
 def test_recomputed_blocks_change_no_value(pattern: str, calls: int, tmp_path: Path) -> None:
     expected, _ = _plain()
     assert _run(tmp_path, activation_checkpointing=pattern, rehearsal=False)[0] == pytest.approx(expected)
@@ -139,7 +139,11 @@ def test_frozen_parameters_are_not_trained(tmp_path: Path) -> None:
     [
         ({"freeze": ["embedding"]}, r"freeze: 'embedding' matches no parameter; expected at least one of embed.weight"),
         ({"freeze": ["("]}, r"freeze: '\(' is not a regular expression"),
-        ({"activation_checkpointing": "layers"}, r"'layers' matches no module; expected at least one of embed, blocks"),
+        (
+            {"activation_checkpointing": "layers"},
+            r"'layers' matches no module; expected at least one of embed, blocks\.0, blocks\.0\.norm",
+        ),
+        ({"activation_checkpointing": "block."}, r"'block.' matches no module"),  # a list of modules is never called
         ({"freeze": ["."]}, r"has nothing to train: all 12 parameters are frozen"),
     ],
 )

@@ -74,8 +74,11 @@ def checkpoint_activations(
         keep: Operators whose outputs `"selective"` saves; None for `default_saved_operators()`.
 
     Raises:
-        UserError: If the policy is unknown, or `keep` is given for a policy other than `"selective"`.
+        UserError: If the policy is unknown, `keep` is given for a policy other than `"selective"`, or the module has no
+            `forward`, as `nn.ModuleList`.
     """
+    if type(module).forward is nn.Module.forward:
+        raise UserError(f"a {type(module).__name__} has no forward; expected a layer. Checkpoint each of its modules.")
     if keep is not None and policy != "selective":
         raise UserError(f"keep = {sorted(map(str, keep))} with policy = {policy!r}; expected policy = 'selective'.")
     match policy:

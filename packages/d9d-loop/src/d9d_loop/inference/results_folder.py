@@ -27,12 +27,7 @@ class ResultsFolder:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        num_samples: int,
-        part_size: int,
-        identity: Mapping[str, JsonValue] | None = None,
+        self, folder: Path, *, num_samples: int, part_size: int, identity: Mapping[str, JsonValue] | None = None
     ) -> None:
         self.folder, self.file = folder, folder / "results.jsonl"
         self._plan, self._parts = folder / "plan.json", folder / "parts"

@@ -37,4 +37,9 @@ def _size(*modules: nn.Module) -> int:
 
 
 def _is_list(module: nn.Module) -> TypeGuard[Layers]:
-    return isinstance(module, Layers) and type(module).forward is nn.Module.forward
+    return isinstance(module, Layers) and not has_forward(module)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return False for a container, such as `nn.ModuleList`, whose modules are called by the module around it."""
+    return type(module).forward is not nn.Module.forward

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError, canonical_name
 from d9d_dist.errors import shorten
-from d9d_loop.model.block_lists import blocks_of
+from d9d_loop.model.block_lists import blocks_of, has_forward
 
 
 @final
@@ -23,8 +23,8 @@ class ModelOptions:
 
     Attributes:
         freeze: Regular expressions, searched in the names of parameters to freeze.
-        recompute: Regular expression for the whole names of modules, of which the outermost ones recompute their
-            activations in backward; "blocks" for the blocks of `block_lists`; `None` for none.
+        recompute: Regular expression for the whole names of modules, of which the outermost ones with a `forward`
+            recompute their activations in backward; "blocks" for the blocks of `block_lists`; `None` for none.
     """
 
     freeze: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class ModelOptions:
                     "pattern, which is searched in these names."
                 )
         if self.recompute is not None and not self._recomputed(model):
-            modules = [name for name, _ in model.named_modules() if name]
+            modules = [name for name, each in model.named_modules() if name and has_forward(each)]
             raise UserError(
                 f"activation_checkpointing = {self.recompute!r} matches no module; expected at least one of "
                 f"{shorten(modules)}. Correct the pattern, which must match a whole name, or name blocks of a list."
@@ -56,17 +56,15 @@ class ModelOptions:
             module.forward = partial(_checkpointed, module.forward)
 
     def _recomputed(self, model: nn.Module) -> list[nn.Module]:
-        if self.recompute is None:
-            return []
-        if self.recompute == "blocks":
-            return blocks_of(model)
-        pattern = _compiled(self.recompute, "activation_checkpointing")
-        found: dict[str, nn.Module] = {}
+        if self.recompute is None or self.recompute == "blocks":
+            return [] if self.recompute is None else blocks_of(model)
+        pattern, inside = _compiled(self.recompute, "activation_checkpointing"), set[nn.Module]()
+        found: list[nn.Module] = []
         for name, module in model.named_modules():
-            inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
-            if not inside and pattern.fullmatch(name):
-                found[name] = module
-        return list(found.values())
+            if module not in inside and pattern.fullmatch(name) and has_forward(module):
+                found.append(module)
+                inside |= {*module.modules()}
+        return found
 
 
 def _compiled(pattern: str, key: str) -> re.Pattern[str]:
