@@ -437,10 +437,10 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 
 LINES = {
-    "d9d-dist": 8870,
+    "d9d-dist": 8938,
     "d9d-loop": 40640,
     "d9d-metrics": 3936,
-    "d9d-modules": 9450,
+    "d9d-modules": 9410,
     "d9d-moe": 3194,
     "d9d-peft": 2850,
     "d9d-pipeline": 2850,

@@ -52,6 +52,17 @@ def test_backward_recomputes_forward_and_gradients_are_unchanged(policy: Checkpo
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_running_statistics_change_once(policy: CheckpointPolicy) -> None:
+    x = torch.randn(6, 3, requires_grad=True)
+    norms = [nn.BatchNorm1d(3) for _ in range(2)]
+    checkpoint_activations(norms[1], policy=policy)
+    for norm in norms:
+        norm(x).square().sum().backward()
+    assert norms[0].num_batches_tracked == 1
+    torch.testing.assert_close(norms[1].state_dict(), norms[0].state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("keep", "again"),
     [

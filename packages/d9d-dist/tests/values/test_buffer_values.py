@@ -66,6 +66,29 @@ def test_a_refresh_copies_the_current_values() -> None:
     assert model.table.eq(1).all()
 
 
+def test_copies_of_large_buffers_that_a_forward_did_not_write_are_dropped() -> None:
+    model = _Model()
+    buffers = BufferValues(model)
+    model.counts.add_(1)
+    assert [slot.name for slot in buffers.end_forward()] == ["counts"]
+    assert {each.numel() for each in buffers.tensors()} == {1, 2}
+    model.mean.data.fill_(3)
+    model.table.add_(1)
+    buffers.restore()
+    assert model.mean.eq(0).all()
+    assert model.table.eq(1).all(), "its copy is dropped"
+
+
+def test_a_graph_that_needs_a_small_buffer_stays_valid() -> None:
+    model, x = _Model(), torch.ones(2, requires_grad=True)
+    model.mean.fill_(2)
+    buffers, y = BufferValues(model), x * model.mean
+    buffers.restore()
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.eq(2).all()
+
+
 def test_only_buffers_that_checkpoints_omit() -> None:
     model = _Model()
     buffers = BufferValues(model, "not saved", device=torch.device("cpu"))

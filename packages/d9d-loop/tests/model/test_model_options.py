@@ -13,16 +13,19 @@ from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Finished, Loss, StepDone, Task, Trainer, TrainerConfig, validate_config
 
-CALLS = {"blocks": 0}
+CALLS = {"blocks": 0, "counted": 0}
 
 
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.num_calls: torch.Tensor
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         CALLS["blocks"] += 1
+        self.num_calls += 1
         return x + self.linear(self.norm(x)).tanh()
 
 
@@ -74,6 +77,7 @@ def _run(folder: Path, **sections: Any) -> tuple[list[float], dict[str, torch.Te
     state: dict[str, torch.Tensor] = {}
     trainer.events.on(StepDone, lambda done: losses.append(done.loss.item()))
     trainer.events.on(Finished, lambda done: state.update(_full_state(done.model)))
+    trainer.events.on(Finished, lambda done: CALLS.update(counted=int(done.model.get_buffer("blocks.1.num_calls"))))
     CALLS["blocks"] = 0
     trainer.train()
     return losses, state
@@ -127,7 +131,7 @@ def test_options_on_two_ranks(tmp_path: Path) -> None:
 def test_recomputed_blocks_change_no_value(pattern: str, calls: int, tmp_path: Path) -> None:
     expected, _ = _plain()
     assert _run(tmp_path, activation_checkpointing=pattern, rehearsal=False)[0] == pytest.approx(expected)
-    assert CALLS["blocks"] == 3 * calls
+    assert (CALLS["blocks"], CALLS["counted"]) == (3 * calls, 3)
 
 
 def test_frozen_parameters_are_not_trained(tmp_path: Path) -> None:

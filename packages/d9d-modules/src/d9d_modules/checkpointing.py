@@ -6,10 +6,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import CheckpointPolicy as _OperatorPolicy
 
 from d9d_dist.errors import UserError
+from d9d_dist.values.recomputation import recompute
 
 CheckpointPolicy: TypeAlias = Literal["none", "full", "selective"]
 """Tensors to save: all ("none"), inputs only ("full"), inputs and outputs of expensive operators ("selective")."""
@@ -62,10 +63,11 @@ SAC_IGNORED_OPS.update(
 def checkpoint_activations(
     module: nn.Module, *, policy: CheckpointPolicy = "full", keep: Collection[Operator] | None = None
 ) -> None:
-    """Enable activation checkpointing for a module, in place. The results do not change.
+    """Enable activation checkpointing for a module, in place. Results and buffers do not change.
 
-    The module is not wrapped, so parameter names stay the same. Call this function on each layer of a model, after
-    `parallelize_tensor` and before compilation and `parallelize_hsdp`.
+    The module is not wrapped, so parameter names stay the same. The recomputation has the buffers that forward had.
+    Call this function on each layer of a model, after `parallelize_tensor` and before compilation and
+    `parallelize_hsdp`.
 
     Args:
         module: Module whose forward pass is recomputed during its backward pass.
@@ -85,13 +87,10 @@ def checkpoint_activations(
         case "none":
             return
         case "full":
-            # An instance attribute shadows the class's forward. Module hooks, including FSDP's, do not run in the
-            # recomputation.
-            module.forward = partial(_checkpointed, module.forward)
+            recompute(module)
         case "selective":
             operators = default_saved_operators() if keep is None else frozenset(keep)
-            contexts = partial(create_selective_checkpoint_contexts, partial(_policy_of, operators))
-            module.forward = partial(_checkpointed, module.forward, context_fn=contexts)
+            recompute(module, partial(create_selective_checkpoint_contexts, partial(_policy_of, operators)))
         case _:
             raise UserError(f"checkpoint policy {policy!r}; expected one of {', '.join(get_args(CheckpointPolicy))}.")
 
@@ -117,11 +116,6 @@ def checkpoint_layers(
     for index, layer in layers.items():
         if int(index) % every == 0:
             checkpoint_activations(layer, policy=policy, keep=keep)
-
-
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # torch.compile skips modules whose forward is torch.utils.checkpoint.checkpoint itself, hence this function.
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _policy_of(operators: frozenset[Operator], context: Any, operator: Operator, *args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,7 @@ class BufferValues:
         check_choice("which", which, Buffers)
         self._device = device
         self._slots = [
-            (Slot(module, name), name in module._non_persistent_buffers_set)
+            Slot(module, name)
             for module in model.modules()
             for name in module._buffers
             if which == "all" or name in module._non_persistent_buffers_set
@@ -61,16 +61,18 @@ class BufferValues:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the current values. Large buffers that were not written since the last call keep their copies."""
-        for slot, _ in self._slots:
-            buffer = slot.get()
-            if (last := self._kept.get(slot)) is None or not last.is_current(buffer):
-                self._kept[slot] = self._copied(buffer)
+        for slot in self._slots:
+            buffer, last = slot.get(), self._kept.get(slot)
+            if last is None or not last.is_current(buffer):
+                local = None if buffer is None else local_tensor(buffer.detach())
+                value = None if local is None else local.to(self._device or local.device, copy=True)
+                self._kept[slot] = _Kept(buffer, value, 0 if local is None else local._version)
 
-    def _copied(self, buffer: Tensor | None) -> _Kept:
-        if buffer is None:
-            return _Kept(None, None, 0)
-        local = local_tensor(buffer.detach())
-        return _Kept(buffer, local.to(self._device or local.device, copy=True), local_tensor(buffer)._version)
+    def end_forward(self) -> list[Slot]:
+        """Return the buffers that were written in place since, and drop the copies of large ones that were not."""
+        self._kept = {slot: kept for slot, kept in self._kept.items() if not kept.is_current(slot.get())}
+        found = [(slot, now, kept) for slot, kept in self._kept.items() if (now := slot.get()) is kept.buffer]
+        return [slot for slot, now, kept in found if now is not None and local_tensor(now)._version != kept.version]
 
     def tensors(self) -> list[Tensor]:
         """Return the copies."""
@@ -83,8 +85,8 @@ class BufferValues:
         `unless` is a 0-dim bool tensor on the device of the model: where it is True, the current values are kept.
         Synchronizes the host only if a forward has replaced a buffer by one of another shape.
         """
-        for slot, is_not_saved in self._slots:
-            now, kept = slot.get(), self._kept[slot]
+        for slot, kept in self._kept.items():
+            now, is_not_saved = slot.get(), slot.name in slot.module._non_persistent_buffers_set
             if kept.is_current(now) or (is_not_saved and now is not kept.buffer):
                 continue
             if unless is not None and now is not None and kept.value is not None:
@@ -95,6 +97,8 @@ class BufferValues:
             if unless is not None and unless:
                 continue
             if kept.buffer is not None and kept.value is not None:
-                local_tensor(kept.buffer).copy_(kept.value)
+                local = local_tensor(kept.buffer)
+                # Graphs that need a buffer stay valid: torch does not count writes to `.data`.
+                (local.data if kept.value.nbytes < _LARGE else local).copy_(kept.value)
             if now is not kept.buffer:
                 slot.module._buffers[slot.name] = kept.buffer

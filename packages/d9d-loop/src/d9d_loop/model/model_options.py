@@ -1,18 +1,17 @@
 """Options of a configuration for any model: frozen parameters, recomputed activations, and autocast."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError, canonical_name
 from d9d_dist.errors import shorten
+from d9d_dist.values.recomputation import recompute
 from d9d_loop.model.block_lists import blocks_of, has_forward
 
 
@@ -52,8 +51,7 @@ class ModelOptions:
             if any(re.search(pattern, canonical_name(name)) for pattern in self.freeze):
                 parameter.requires_grad_(False)
         for module in self._recomputed(model):
-            # An instance attribute shadows the class's forward. Module hooks, including FSDP's, run only once.
-            module.forward = partial(_checkpointed, module.forward)
+            recompute(module)
 
     def _recomputed(self, model: nn.Module) -> list[nn.Module]:
         if self.recompute is None or self.recompute == "blocks":
@@ -72,12 +70,6 @@ def _compiled(pattern: str, key: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}.") from None
-
-
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def autocast_stage(stage: nn.Module, device: torch.device, *, is_last: bool) -> None:

@@ -1,0 +1,116 @@
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d9d_dist.values.recomputation import recompute
+
+
+class _Block(nn.Module):
+    """Block that normalizes by a running mean, and changes buffers in all ways."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.mean: Tensor
+        self.calls: Tensor
+        self.scale: Tensor
+        self.table: Tensor
+        self.register_buffer("mean", torch.ones(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((3,), 0.7))
+        self.register_buffer("table", torch.zeros(1 << 14))
+        self.double()
+        if recomputes:
+            recompute(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x)) * self.scale
+        with torch.no_grad():
+            self.mean.data.lerp_(y.square().mean(0), 0.5)  # torch counts no write
+            self.calls = self.calls + 1
+            self.table[0] += y.sum()
+        return x + torch.tanh(y / self.mean.clone()) * self.calls + self.table[0].clone() * y
+
+
+def _run(*, recomputes: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return gradients and buffers after the forwards of two microbatches, as in a pipeline, and their backwards."""
+    block = _Block(recomputes=recomputes)
+    inputs = [torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).double() for seed in range(2)]
+    outputs = [block(x.requires_grad_()) for x in inputs]
+    for output in outputs:
+        output.square().sum().backward()
+    gradients = [each.grad for each in (*inputs, *block.parameters()) if each.grad is not None]
+    return gradients, dict(block.named_buffers())
+
+
+def test_buffers_and_gradients_are_those_without_recomputation() -> None:
+    (gradients, buffers), (expected, expected_buffers) = _run(recomputes=True), _run(recomputes=False)
+    assert len(gradients) == 2 + 4
+    assert expected_buffers["calls"] == 2
+    assert expected_buffers["norm.num_batches_tracked"] == 2
+    torch.testing.assert_close(buffers, expected_buffers, rtol=0, atol=0)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+
+
+class _Saves(nn.Module):
+    """Module whose graph needs a buffer itself, which forward changes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += 1
+        return x * self.scale
+
+
+def test_a_graph_has_the_buffers_of_its_forward() -> None:
+    """Without recomputation, the first backward raises an error: a later forward has changed what it needs."""
+    module, x = _Saves(), torch.ones(3, requires_grad=True)
+    recompute(module)
+    for first, second in ((module(x), module(x)) for _ in range(2)):
+        expected = (first.detach(), second.detach())
+        assert torch.autograd.grad(second.sum(), x)[0].equal(expected[1])
+        assert torch.autograd.grad(first.sum(), x, retain_graph=True)[0].equal(expected[0])
+        assert torch.autograd.grad(first.sum(), x)[0].equal(expected[0])
+    assert module.scale.eq(6).all()
+
+
+class _Count(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, calls: Tensor) -> Tensor:
+        ctx.calls = calls
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.calls.add_(1)
+        return gradients[0], None
+
+
+class _CountsBackwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Count.apply(x, self.calls).exp()
+
+
+def test_a_backward_may_write_to_a_buffer() -> None:
+    module, x = _CountsBackwards(), torch.ones(3, requires_grad=True)
+    recompute(module)
+    for _ in range(3):
+        module(x).sum().backward()
+    assert module.calls == 3
+
+
+def test_without_gradients_forward_runs_alone() -> None:
+    block = _Block(recomputes=True)
+    with torch.no_grad():
+        assert not block(torch.ones(2, 3).double()).requires_grad
+    assert block.calls == 1
