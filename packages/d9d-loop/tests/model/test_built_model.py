@@ -321,6 +321,21 @@ def _first_of(module: Any) -> torch.Tensor:
     return getattr(module, "noise", [getattr(module, "queue", SimpleNamespace(rows=torch.empty(0))).rows])[0]
 
 
+def test_a_build_that_begins_on_meta_and_reads_weights_reads_them_once() -> None:
+    num_reads: list[int] = []
+
+    def build(stage: StageInfo) -> nn.Module:
+        with torch.device("meta"):
+            layer = nn.Linear(2, 2)
+        num_reads.append(1)
+        layer.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, assign=True)
+        return layer
+
+    built = build_model(FunctionProvider(build), StageInfo(), seed=0, keep_values=False)
+    assert len(num_reads) == 1
+    assert built.without_values == frozenset()
+
+
 def test_a_build_on_meta_without_a_late_init_is_an_error() -> None:
     def build(stage: StageInfo) -> nn.Module:
         with torch.device("meta"):

@@ -142,8 +142,8 @@ class _FilledOnMeta(TorchFunctionMode):
     """Function mode in which tensors of one value, of none or of random ones are created on `meta`, not on the CPU.
 
     Attributes:
-        needs_values: True if an operation fails, or if code creates tensors on `meta` itself or draws random numbers on
-            the CPU. They differ from those of a build with values: draws on `meta` do not advance the generator.
+        needs_values: True if an operation failed, or if code draws random numbers on the CPU. They differ from those of
+            a build with values, because draws on `meta` do not advance the generator.
     """
 
     def __init__(self) -> None:
@@ -169,10 +169,11 @@ class _FilledOnMeta(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         devices = {str(each) for each in (*args, *kwargs.values()) if isinstance(each, str | torch.device)}
-        self.needs_values |= "meta" in devices and func in {*_FILLED, Tensor.to}
         if func in _FILLED and devices <= {"cpu"}:
             kwargs = {**kwargs, "device": "meta"}
         try:
+            if "meta" in devices and func in {*_FILLED, Tensor.to}:
+                raise RuntimeError("the build itself creates a tensor on meta")  # ends it before it reads weights
             result = func(*args, **kwargs)
         except Exception:  # the code may catch it
             self.needs_values = True
