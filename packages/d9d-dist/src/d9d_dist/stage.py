@@ -47,7 +47,4 @@ class StageInfo:
         size, larger = divmod(total, self.count)
         start = self.index * size + min(self.index, larger)
         stop = start + size + (self.index < larger)
-        return range(
-            min(max(start - virtual_before, 0), num_layers),
-            min(max(stop - virtual_before, 0), num_layers),
-        )
+        return range(min(max(start - virtual_before, 0), num_layers), min(max(stop - virtual_before, 0), num_layers))

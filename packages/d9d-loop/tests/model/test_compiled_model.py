@@ -1,6 +1,7 @@
 """Models that break graphs train as without compilation; the lines that run eagerly are named."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,11 +55,28 @@ class _Changing(nn.Module):
         return y
 
 
+class _Slicing(nn.Module):
+    """A slice of a weight that passes a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.layer.weight[:2]
+        torch._dynamo.graph_break()
+        return nn.functional.linear(x, rows) + self.layer(x)[:, :2]
+
+
 def _train(
     folder: Path,
     compile: str | None,  # noqa: A002
     num_ranks: int,
     model: type[nn.Module] = _Breaking,
+    *,
+    dtype: torch.dtype = torch.float64,
+    num_samples: int = 16,
+    **sections: Any,
 ) -> tuple[dict[str, Tensor], int]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -72,9 +90,10 @@ def _train(
             "export": False,
             "rehearsal": False,
             "compile": compile,
+            **sections,
         }
     )
-    data = list(torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    data = list(torch.randn(num_samples, 4, dtype=dtype, generator=torch.Generator().manual_seed(0)))
     trainer = Trainer(config, model=lambda stage: model(), data=data, task=_Sum())
     trained: dict[str, Tensor] = {}
     trainer.events.on(Finished, lambda event: trained.update(full_parameters(event.model)))
@@ -106,6 +125,16 @@ def test_a_checkpointed_module_that_changes_itself_is_one_graph(tmp_path: Path) 
     compiled, num_graphs = _train(tmp_path / "compiled", "aot_eager", 1, _Changing)
     assert num_graphs == 1
     assert_trees_close(compiled, eager, rtol=1e-12)
+
+
+def test_gradients_of_another_dtype_break_no_graph(tmp_path: Path) -> None:
+    """The last microbatch is shorter, so that forward is compiled again while the step has gradients in float32."""
+    options: dict[str, Any] = {"model": _Slicing, "dtype": torch.float32, "num_samples": 14, "precision": "bfloat16"}
+    options |= {"steps": None, "epochs": 1, "batch": {"global_size": 8, "microbatch_size": 4}}
+    eager, _ = _train(tmp_path / "eager", None, 1, **options)
+    compiled, num_graphs = _train(tmp_path / "compiled", "aot_eager", 1, **options)
+    assert num_graphs == 3  # before the break, and after it for each length
+    assert_trees_close(compiled, eager, rtol=0.0)
 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import UserError
+from d9d_dist.gradients.grad_dtype import hide_wide_gradients
 from d9d_dist.groups.symmetric_memory import enable_symmetric_memory
 
 
@@ -18,7 +19,8 @@ def compile_layers(layers: nn.ModuleDict, *, async_tensor_parallel: DeviceMesh |
     `checkpoint_layers`, before `parallelize_hsdp`.
 
     Changes of Python objects in a checkpointed layer's forward, such as a counter, are not repeated when the layer is
-    recomputed. This sets torch's global option `skip_fwd_side_effects_in_bwd_under_checkpoint`.
+    recomputed. This sets torch's global option `skip_fwd_side_effects_in_bwd_under_checkpoint`. Gradients of another
+    dtype than their parameters do not prevent compilation, in all of the process.
 
     Args:
         layers: Layers by name.
@@ -41,5 +43,6 @@ def compile_layers(layers: nn.ModuleDict, *, async_tensor_parallel: DeviceMesh |
     # Without this option, checkpointed layers that assign their own attributes in forward run eagerly, for example
     # under tensor parallelism.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
+    hide_wide_gradients()
     for layer in layers.values():
         layer.compile(**options)

@@ -218,12 +218,7 @@ class _Normalize(torch.autograd.Function):
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         # The bias has the dtype of the weight; without a weight, the dtype of the accumulation, as in torch's layers.
         dtype = mean.dtype if weight is None else weight.dtype
-        return (
-            dx,
-            dweight.to(dtype) if needs_weight else None,
-            dbias.to(dtype) if needs_bias else None,
-            *(None,) * 5,
-        )
+        return (dx, dweight.to(dtype) if needs_weight else None, dbias.to(dtype) if needs_bias else None, *(None,) * 5)
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

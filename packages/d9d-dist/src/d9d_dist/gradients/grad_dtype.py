@@ -5,6 +5,8 @@ Sums over microbatches and ranks lose small terms in 16 bits. `torch.Tensor.grad
 """
 
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,19 @@ def set_grad_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> No
 
 
 def grad_dtype_of(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which the gradient of a parameter accumulates."""
-    # Older versions of torch lack the attribute.
+    """Return the dtype in which the gradient of a parameter accumulates; older versions of torch lack `grad_dtype`."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+@cache
+def hide_wide_gradients() -> None:
+    """Hide gradients of another dtype than their tensors from `torch.compile`, which fails or is eager with them."""
+    from torch._dynamo.variables import builder  # noqa: PLC0415 - takes a second without compile
+    from torch._subclasses import meta_utils  # noqa: PLC0415
+
+    def grad_of_equal_dtype(tensor: Tensor, safe_grad: Any = meta_utils.safe_grad) -> Tensor | None:
+        gradient = safe_grad(tensor)
+        return None if gradient is None or gradient.dtype != tensor.dtype else gradient
+
+    if HAS_GRAD_DTYPE:
+        builder.safe_grad = meta_utils.safe_grad = grad_of_equal_dtype  # ty: ignore[invalid-assignment]

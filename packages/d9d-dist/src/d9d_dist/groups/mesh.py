@@ -119,11 +119,7 @@ class MeshConfig(BaseModel):
         }
 
     def build(
-        self,
-        *,
-        launch: Launch | None = None,
-        timeouts: Timeouts | None = None,
-        precision: PrecisionName = "parameters",
+        self, *, launch: Launch | None = None, timeouts: Timeouts | None = None, precision: PrecisionName = "parameters"
     ) -> "DistributedContext":
         """Join the job: check the degrees, start the process group and build the meshes.
 

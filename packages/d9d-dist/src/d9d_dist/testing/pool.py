@@ -218,11 +218,7 @@ def _shared_pool() -> RankPool:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    *args: Any,
-    world_size: int = 2,
-    timeout: float = 180.0,
-    device: Device = "cpu",
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 180.0, device: Device = "cpu"
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a pool shared by all calls of this process; see `RankPool.run`."""
     return _shared_pool().run(function, *args, world_size=world_size, timeout=timeout, device=device)

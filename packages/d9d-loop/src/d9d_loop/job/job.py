@@ -62,12 +62,7 @@ class Job:
 
 
 def build_job(
-    plan: JobPlan,
-    *,
-    store: CheckpointStore,
-    ctx: DistributedContext,
-    events: Events,
-    flops: FlopFormula | None = None,
+    plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext, events: Events, flops: FlopFormula | None = None
 ) -> Job:
     """Build the parts of a job, and restore the newest checkpoint or load the initial weights. Collective.
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from d9d_dist import UserError
+from d9d_dist.gradients.grad_dtype import hide_wide_gradients
 from d9d_loop.user_frames import describe_frame
 
 
@@ -25,10 +26,12 @@ def compile_stages(stages: Iterable[nn.Module], backend: str) -> None:
 
     Hooks of the stage, such as FSDP's, run outside of the compiled code. Code that cannot be compiled runs eagerly.
     NumPy also runs eagerly, because torch emulates some of its functions incorrectly. When a checkpointed module is
-    recomputed, its changes of Python objects are not repeated. The last two behaviors are global settings of torch.
+    recomputed, its changes of Python objects are not repeated. Gradients of another dtype than their parameters do not
+    prevent compilation. The last three behaviors are global settings of torch.
     """
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
     torch._dynamo.config.trace_numpy = False  # ty: ignore[invalid-assignment]
+    hide_wide_gradients()
     for stage in stages:
         stage.forward = torch.compile(stage.forward, backend=backend)
 
