@@ -460,7 +460,7 @@ def test_a_starter_file_is_short_complete_and_runs(job: str, folder: Path, tmp_p
     where = ["--dataset.files", json.dumps([str(folder / FILES[job])]), "--run.folder", str(tmp_path), "--steps", "2"]
     model = [] if job == "pretrain" else ["--model.folder", str(folder / "model")]
     sizes = ["--dataset.length", "16"] if job == "pretrain" else []
-    few = ["--embedding.group", "2"] if job == "embed" else []
+    few = ["--embedding.group", "2", "--embedding.num_negatives", "1"] if job == "embed" else []
     run_ranks(_run, tmp_path / f"{job}.toml", [*where, *model, *sizes, *few, "--batch.global_size", "4"], world_size=1)
     assert (tmp_path / job / "export" / "model.safetensors").is_file()
     with pytest.raises(UserError, match=r"already exists; rename or remove it first"):
@@ -492,7 +492,7 @@ def test_a_resumed_job_ends_like_an_uninterrupted_one(job: str, folder: Path, tm
 
 @pytest.mark.slow
 def test_the_export_of_a_bidirectional_decoder_has_bidirectional_attention(folder: Path, tmp_path: Path) -> None:
-    embedding = {"group": 2, "attention": "bidirectional"}
+    embedding = {"group": 2, "num_negatives": 1, "attention": "bidirectional"}
     run = _train(_config(folder, tmp_path, "embed", steps=1, embedding=embedding))
     model = _load("embed", run / "export")
     ids = torch.arange(24).view(2, 12)
@@ -539,7 +539,10 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20.0}
         ),
         ({"model": {"family": "llama", "rope_theta": 5.0}}, r"got rope_theta for LlamaConfig.* Set rope_parameters"),
         ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but the training data have \d+ samples"),
-        ({"job": "embed", "embedding": {"group": 99}}, r"embedding\.group = 99, but there are 32 samples"),
+        (
+            {"job": "embed", "embedding": {"group": 99, "num_negatives": 0}},
+            r"embedding\.group = 99, but there are 32 samples",
+        ),
     ],
 )
 def test_mistakes_in_a_configuration_are_refused(
@@ -693,8 +696,9 @@ def test_embedding_settings_are_refused_in_other_jobs(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("embedding", "message"),
     [
+        ({}, r"a sample has 1 texts in 'negatives', but embedding\.num_negatives is not set; expected the number"),
         ({"num_negatives": 2}, r"a sample has 1 texts in 'negatives'; expected at least embedding\.num_negatives = 2"),
-        ({"query_field": "ask"}, r"a sample has no text 'ask'; it has query, positive, negatives"),
+        ({"query_field": "ask", "num_negatives": 1}, r"a sample has no text 'ask'; it has query, positive, negatives"),
     ],
 )
 def test_samples_without_the_texts_of_an_embedding_are_refused(
@@ -703,6 +707,19 @@ def test_samples_without_the_texts_of_an_embedding_are_refused(
     config = _config(folder, tmp_path, "embed", embedding={"group": 2, **embedding})
     with pytest.raises(UserError, match=r"pairs.jsonl, line 1: " + message):
         text_groups(config, config.embedding or EmbeddingConfig())
+
+
+def test_each_pair_is_in_one_group_and_groups_have_equally_many_pairs(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    config = _config(folder, tmp_path, "embed", embedding={"group": 7, "num_negatives": 1})
+    stream = text_groups(config, config.embedding or EmbeddingConfig()).training(seed=0)
+    groups = [stream.read(entry) for entry in stream.cursor().take(5)]  # an epoch of 32 pairs
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    queries = [tokenizer.decode(text) for texts, num_pairs in groups for text in texts[:num_pairs]]
+    assert len(set(queries)) == len(queries) == 32
+    assert sorted(num_pairs for _, num_pairs in groups) == [6, 6, 6, 7, 7]
+    assert {len(texts) for texts, _ in groups} == {3 * 7}
 
 
 def test_a_model_needs_either_a_folder_or_a_family() -> None:
@@ -805,7 +822,7 @@ def test_masks_of_a_token_file_are_used_or_an_error(folder: Path, tmp_path: Path
 def test_a_job_of_epochs_reads_all_samples_in_each(job: str, packing: bool, folder: Path, tmp_path: Path) -> None:
     if packing:
         pytest.importorskip("d9d_modules")
-    more: dict[str, Any] = {"embedding": {"group": 2}} if job == "embed" else {}
+    more: dict[str, Any] = {"embedding": {"group": 2, "num_negatives": 1}} if job == "embed" else {}
     data = {"files": [folder / FILES[job]], "length": 48, "packing": packing}
     config = _config(folder, tmp_path, job, dataset=data, steps=None, epochs=3, pipeline={"draw": False}, **more)
     plan = text_trainer(config).plan_for(read_launch())
@@ -831,7 +848,7 @@ def test_a_job_notices_other_data_other_tokens_and_another_template(
     shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = tmp_path / "model" / "tokenizer.json"
     lines = (folder / FILES[job]).read_text().splitlines()
-    more: dict[str, Any] = {"embedding": {"group": 2}} if job == "embed" else {}
+    more: dict[str, Any] = {"embedding": {"group": 2, "num_negatives": 1}} if job == "embed" else {}
 
     def identity(lines: list[str]) -> Any:
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"  # the name does not matter

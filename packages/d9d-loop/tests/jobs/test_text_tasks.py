@@ -9,8 +9,9 @@ from d9d_loop.jobs.text_tasks import POSITIONS, Embed, NextToken, Pooling, Prefe
 from d9d_loop.losses import PreferenceLoss
 from d9d_metrics import WeightedMean
 
-GROUPS, PAIRS, NEGATIVES, LENGTH, WIDTH = 3, 4, 2, 5, 8
-TEXTS = 2 * PAIRS + NEGATIVES
+GROUPS, PAIRS, NEGATIVES, LENGTH, WIDTH = 3, 4, 1, 5, 8
+TEXTS = (2 + NEGATIVES) * PAIRS
+NUM_PAIRS = [PAIRS, 3, 1]
 
 
 def _embedding(states: Tensor, count: int, pooling: str) -> Tensor:
@@ -26,9 +27,10 @@ def _expected(outputs: Tensor, batch: dict[str, Tensor], pooling: str, temperatu
         lengths = batch["attention_mask"][group].sum(-1).tolist()
         texts = [batch["input_ids"][group, n, :count].tolist() for n, count in enumerate(lengths)]
         found = [_embedding(outputs[group * TEXTS + n], count, pooling) for n, count in enumerate(lengths)]
-        for query in range(PAIRS):
+        for query in range(NUM_PAIRS[group]):
             own = PAIRS + query
-            others = [n for n in range(PAIRS, TEXTS) if n != own and texts[n] != texts[own]]
+            documents = [kind * PAIRS + pair for kind in (1, 2) for pair in range(NUM_PAIRS[group])]
+            others = [n for n in documents if n != own and texts[n] != texts[own]]
             scores = torch.stack([found[query] @ found[n] for n in [own, *others]]) / temperature
             total += (scores.logsumexp(0) - scores[0]).item()
             num_right += int(scores.argmax() == 0)
@@ -43,18 +45,26 @@ def test_loss_and_accuracy_equal_a_loop_over_texts(pooling: Pooling) -> None:
     ids = torch.randint(1, 99, (GROUPS, TEXTS, LENGTH), generator=random) * mask
     for copy in (PAIRS + 1, TEXTS - 1):  # the document of the first query, twice more
         ids[0, copy], mask[0, copy] = ids[0, PAIRS], mask[0, PAIRS]
-    batch = {"input_ids": ids, "attention_mask": mask}
-    states = torch.randn(GROUPS * TEXTS, LENGTH, WIDTH, generator=random)
+    for text in range(PAIRS, TEXTS):  # the padding of the last group repeats its only pair
+        first = text // PAIRS * PAIRS
+        ids[2, text], mask[2, text] = ids[2, first], mask[2, first]
+    batch = {"input_ids": ids, "attention_mask": mask, "num_pairs": torch.tensor(NUM_PAIRS)}
+    states = torch.randn(GROUPS * TEXTS, LENGTH, WIDTH, generator=random, requires_grad=True)
     outputs: Any = SimpleNamespace(last_hidden_state=states)
     task = Embed(num_pairs=PAIRS, pooling=pooling, temperature=0.3)
     assert task.inputs(batch)["input_ids"].shape == (GROUPS * TEXTS, LENGTH)
     loss = task.loss(outputs, batch)
     total, num_right = _expected(states, batch, pooling, 0.3)
     assert loss.total.item() == pytest.approx(total, rel=1e-5)
-    assert loss.weight == GROUPS * PAIRS
+    assert loss.weight == sum(NUM_PAIRS)
+    loss.total.backward()
+    assert states.grad is not None
+    is_padding = torch.tensor([[text % PAIRS >= num for text in range(TEXTS)] for num in NUM_PAIRS]).flatten()
+    assert states.grad[is_padding].abs().sum() == 0
+    assert states.grad[~is_padding].isfinite().all()
     accuracy = WeightedMean()
     task.update_metrics({"accuracy": accuracy}, outputs=outputs, batch=batch, loss=loss)
-    assert accuracy.compute() == pytest.approx(num_right / (GROUPS * PAIRS))
+    assert accuracy.compute() == pytest.approx(num_right / sum(NUM_PAIRS))
 
 
 LABELS = torch.tensor([[-100, 3, -100, 1], [-100] * 4, [2, -100, -100, -100], [-100, 0, 4, -100]])

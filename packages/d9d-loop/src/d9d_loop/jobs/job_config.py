@@ -184,8 +184,10 @@ class EmbeddingConfig(Section):
         ge=2,
         description="Number of pairs in a sample. For each query, the documents of the other pairs are negatives.",
     )
-    num_negatives: NonNegativeInt = Field(
-        default=0, description="Number of additional negatives per query, from `negatives_field`."
+    num_negatives: NonNegativeInt | None = Field(
+        default=None,
+        description="Number of additional negatives per query, the first ones of `negatives_field`. Required if the "
+        "samples have negatives.",
     )
     query_field: str = Field(default="query", description="Field with the query.")
     positive_field: str = Field(default="positive", description="Field with the document that matches the query.")

@@ -3,13 +3,14 @@
 The other documents of a group are the negatives of a query. A group is one sample of the job, so its loss is the same
 for any number of ranks and any microbatch size.
 
-G: groups, R: texts of a group, L: padded length.
+G: groups, K: pairs of a group, R: texts of a group, L: padded length.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
@@ -34,21 +35,26 @@ def text_groups(config: TextJobConfig, embedding: EmbeddingConfig) -> DatasetPro
     return dataset_of(training, evaluation, config, collate=partial(_pad, padding=padding_id(config, tokenizer)))
 
 
-def _pad(samples: list[list[Tensor]], *, padding: int) -> dict[str, Tensor]:
-    """Pad all texts to the longest one: `input_ids` and `attention_mask` [G, R, L]."""
-    return pad_groups([[{"input_ids": text} for text in group] for group in samples], padding=padding)
+def _pad(samples: list[tuple[list[Tensor], int]], *, padding: int) -> dict[str, Tensor]:
+    """Pad all texts to the longest one: `input_ids` and `attention_mask` [G, R, L]. Add `num_pairs` [G]."""
+    batch = pad_groups([[{"input_ids": text} for text in group] for group, _ in samples], padding=padding)
+    return {**batch, "num_pairs": torch.tensor([num_pairs for _, num_pairs in samples])}
 
 
 @final
 class _Groups:
-    """Groups of pairs. Group g of n has samples g, g + n, ..., because neighboring samples are often similar."""
+    """Groups of pairs. Group g of n has samples g, g + n, ..., because neighboring samples are often similar.
+
+    A group is the list of its texts and the number of its pairs. If there are not enough pairs for all groups, some
+    have fewer, followed by repeats of the last one.
+    """
 
     def __init__(
         self, samples: Samples, tokenizer: TextTokenizer, config: TextJobConfig, embedding: EmbeddingConfig
     ) -> None:
         self._samples, self._tokenizer, self._data, self._embedding = samples, tokenizer, config.dataset, embedding
-        self._count = len(samples) // embedding.group
-        if self._count == 0:
+        self._count = -(-len(samples) // embedding.group)
+        if len(samples) < embedding.group:
             raise UserError(
                 f"embedding.group = {embedding.group}, but there are {len(samples)} samples for training or for "
                 "evaluation; expected at least one whole group of each. Lower embedding.group, or change "
@@ -58,12 +64,13 @@ class _Groups:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> list[Tensor]:
-        members = [self._samples[index + each * self._count] for each in range(self._embedding.group)]
-        texts = [_texts(each, self._embedding) for each in members]
+    def __getitem__(self, index: int) -> tuple[list[Tensor], int]:
+        texts = [_texts(self._samples[each], self._embedding) for each in range(index, len(self._samples), self._count)]
+        num_pairs = len(texts)
+        texts += [texts[-1]] * (self._embedding.group - num_pairs)
         columns = [each[0] for each in texts] + [each[1] for each in texts]
         columns += [negative for each in texts for negative in each[2:]]
-        return [fitted_ids(self._tokenizer, text, self._data) for text in columns]
+        return [fitted_ids(self._tokenizer, text, self._data) for text in columns], num_pairs
 
     def contents_digest(self) -> JsonValue:
         """Return the tokenizer and the contents of the samples, and the digest of some groups."""
@@ -80,9 +87,14 @@ def _texts(sample: Mapping[str, Any], embedding: EmbeddingConfig) -> list[str]:
             )
     found, count = sample.get(embedding.negatives_field) or [], embedding.num_negatives
     texts = [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
-    if len(texts) < count:
+    if count is None and texts:
+        raise UserError(
+            f"a sample has {len(texts)} texts in {embedding.negatives_field!r}, but embedding.num_negatives is not "
+            "set; expected the number to use. Set it; 0 uses none."
+        )
+    if len(texts) < (count or 0):
         raise UserError(
             f"a sample has {len(texts)} texts in {embedding.negatives_field!r}; expected at least "
             f"embedding.num_negatives = {count}. Add texts, or lower embedding.num_negatives."
         )
-    return [sample[embedding.query_field], sample[embedding.positive_field], *texts[:count]]
+    return [sample[embedding.query_field], sample[embedding.positive_field], *texts[: count or 0]]

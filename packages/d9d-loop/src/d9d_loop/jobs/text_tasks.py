@@ -345,11 +345,12 @@ class Embed(Task):
     """Classification of each query's own document among the documents of its group, with summed cross entropy.
 
     The similarity is the cosine divided by the temperature. A copy of the query's own document is not a negative. The
-    batch has `input_ids` and `attention_mask` [G, R, L], padded on the right.
+    batch has `input_ids` and `attention_mask` [G, R, L], padded on the right, and `num_pairs` [G]: pairs after the
+    first `num_pairs` of a group are padding.
 
     Args:
-        num_pairs: Number of pairs K. The first K texts of a group are queries, the next K are the documents of these
-            queries, and the remaining texts are negatives.
+        num_pairs: Number of pairs K, with padding. The first K texts of a group are queries, the next K are the
+            documents of these queries, and the remaining texts are negatives, those of the first query first.
         pooling: Token outputs that become the embedding.
         temperature: Divisor of the cosine similarity.
     """
@@ -365,10 +366,9 @@ class Embed(Task):
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the summed cross entropy and the number of pairs."""
-        logits_GKC = self._similarities(outputs, batch)
-        own_GK = torch.arange(self._num_pairs, device=logits_GKC.device).expand(logits_GKC.shape[:2])
-        total = F.cross_entropy(logits_GKC.flatten(0, 1), own_GK.flatten(), reduction="sum")
-        return Loss(total, weight=own_GK.numel())
+        logits_GKC, own_GK = self._similarities(outputs, batch)
+        total = F.cross_entropy(logits_GKC.flatten(0, 1), own_GK.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
+        return Loss(total, weight=batch["num_pairs"].sum())
 
     def metrics(self) -> dict[str, WeightedMean]:
         """Return the accuracy: the fraction of queries that are closest to their own document."""
@@ -376,12 +376,14 @@ class Embed(Task):
 
     def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Batch, loss: Loss) -> None:
         """Add the results of a microbatch to the accuracy."""
-        best_GK = self._similarities(outputs, batch).detach().argmax(-1)
-        is_right = best_GK == torch.arange(self._num_pairs, device=best_GK.device)
-        metrics["accuracy"].update(is_right.sum(), torch.tensor(float(is_right.numel())))
+        logits_GKC, own_GK = self._similarities(outputs, batch)
+        metrics["accuracy"].update((logits_GKC.detach().argmax(-1) == own_GK).sum(), batch["num_pairs"].sum())
 
-    def _similarities(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the similarities [G, K, C] in float32, -inf for copies of a query's own document."""
+    def _similarities(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the similarities [G, K, C] in float32, and the index of each query's document [G, K].
+
+        Similarities are -inf for copies of the document and for padding. The index is `IGNORED_LABEL` for padding.
+        """
         ids_GRL, mask_GRL = batch["input_ids"], batch["attention_mask"]
         states = outputs.last_hidden_state.unflatten(0, ids_GRL.shape[:2])
         embeddings_GRD = F.normalize(pool(states.float(), mask_GRL, self._pooling), dim=-1)
@@ -389,8 +391,15 @@ class Embed(Task):
         logits_GKC = queries @ documents.mT / self._temperature
         texts_GCL = torch.where(mask_GRL.bool(), ids_GRL, -1)[:, self._num_pairs :]
         is_copy_GKC = (texts_GCL[:, : self._num_pairs, None] == texts_GCL[:, None]).all(-1)
+        pairs_K = torch.arange(self._num_pairs, device=logits_GKC.device)
+        is_pair_GK = pairs_K < batch["num_pairs"][:, None]
+        num_negatives = documents.shape[1] // self._num_pairs - 1
+        is_text_GC = torch.cat([is_pair_GK, is_pair_GK.repeat_interleave(num_negatives, dim=1)], dim=1)
         is_own_KC = torch.eye(*logits_GKC.shape[1:], dtype=torch.bool, device=logits_GKC.device)
-        return logits_GKC.masked_fill(is_copy_GKC & ~is_own_KC, float("-inf"))
+        is_left_out = (is_copy_GKC & ~is_own_KC) | ~is_text_GC[:, None]
+        # Queries of padding keep all documents: a row of -inf alone would have no gradient.
+        logits_GKC = logits_GKC.masked_fill(is_left_out & is_pair_GK[:, :, None], float("-inf"))
+        return logits_GKC, torch.where(is_pair_GK, pairs_K, IGNORED_LABEL)
 
 
 def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
