@@ -68,6 +68,39 @@ def test_gradients_equal_those_of_the_whole_batch(num_stages: int, num_microbatc
     torch.testing.assert_close(_gradients(stages), expected, rtol=1e-12, atol=1e-14)
 
 
+class _Counts(nn.Module):
+    """Stage with buffers that forward changes, and one that its graph needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls: torch.Tensor
+        self.mean: torch.Tensor
+        self.scale: torch.Tensor
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.scale
+        self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+        self.calls += 1
+        return y
+
+
+def test_forwards_of_stand_ins_change_no_buffer() -> None:
+    inputs = [Inputs(torch.full((2, 3), float(index + 1))) for index in range(3)]
+    found = []
+    for num_own, taken in ((None, inputs[:2]), (2, inputs)):
+        torch.manual_seed(0)
+        stages = {index: _Counts() for index in range(2)}
+        executor = Executor(build(_AllStagesHere(2), num_ranks=1, num_microbatches=len(taken)), stages)
+        executor.step(taken, lambda outputs, index: outputs.sum() * float(index < 2), num_own=num_own)
+        found.append([[*stage.buffers(), *(each.grad for each in stage.parameters())] for stage in stages.values()])
+    assert found[0][0][0] == 2
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_without_backwards_outputs_are_in_order_and_freed() -> None:
     seen: list[tuple[int, float]] = []
     executor = Executor(build(ForwardOnly(), num_ranks=1, num_microbatches=3), {0: nn.Identity()})

@@ -359,20 +359,22 @@ def test_steps_without_gradients_or_batches_are_refused(ctx: DistributedContext)
         engine.forward_backward([], LOSS)
 
 
-def test_batch_norms_in_training_mode_are_refused_with_dummy_batches(ctx: DistributedContext) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    engine = _engine(model, _sgd(model), ctx)
-    with pytest.raises(
-        UserError, match="the model has batch norms in training mode, whose statistics would include st"
-    ):
-        engine.accumulate([_batch(0), _batch(1)], LOSS, num_own=1)
-    model[0].eval()
-    engine.accumulate([_batch(0), _batch(1)], LOSS, num_own=1)
-
-
-def _batch_norm_on_uneven_ranks() -> str:
-    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+def test_stand_ins_on_one_data_parallel_rank_change_no_buffer(ctx: DistributedContext) -> None:
+    found = []
+    for batches in ([_batch(0)], [_batch(0), _batch(1), _batch(1)]):
+        torch.manual_seed(0)
         model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        engine = _engine(model, _sgd(model), ctx)
+        engine.accumulate(batches, LOSS, num_own=1)
+        found.append((engine.step().grad_norm, dict(model.named_buffers())))
+    assert found[0][1]["0.num_batches_tracked"] == 1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+def _norm_on_uneven_ranks(kind: str) -> str:
+    norms = {"batch": nn.BatchNorm1d(6), "instance": nn.InstanceNorm1d(6, track_running_stats=True)}
+    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+        model = nn.Sequential(norms[kind], nn.Linear(6, 3)).double()
         engine = _engine(model, _sgd(model), ctx)
         try:
             engine.forward_backward([_batch(0)] * (1 + ctx.rank), LOSS)
@@ -381,8 +383,9 @@ def _batch_norm_on_uneven_ranks() -> str:
         return ""
 
 
-def test_stand_ins_with_batch_norms_are_an_error_on_all_ranks() -> None:
-    for message in run_ranks(_batch_norm_on_uneven_ranks, world_size=2):
+@pytest.mark.parametrize("kind", ["batch", "instance"])
+def test_stand_ins_with_synchronized_norms_are_an_error_on_all_ranks(kind: str) -> None:
+    for message in run_ranks(_norm_on_uneven_ranks, kind, world_size=2):
         assert message.startswith("rank 0 got fewer than 2 batches, and the model has batch norms in training mode")
 
 

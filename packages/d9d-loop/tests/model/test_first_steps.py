@@ -49,7 +49,7 @@ def _messages(how: str) -> tuple[int, str, str]:
         try:
             for step in range(1, 4):
                 model(torch.full((2,), float(ctx.rank + step)))
-                checks.check()
+                checks.check(1)
         except UserError as error:
             message = str(error)
         assert type(model[0]) is kind
@@ -88,4 +88,4 @@ def test_parameters_that_a_step_makes_or_replaces_are_refused() -> None:
             UserError,
             match=r"the first step created, replaced or deleted the parameters 0\.gain, 1\.weight, 1\.bias; exp",
         ):
-            checks.check()
+            checks.check(1)

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import nn
 
 from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop import Loss, Task, Trainer, TrainerConfig
+from d9d_loop import Engine, EngineConfig, Loss, Task, Trainer, TrainerConfig
 from d9d_loop.resilience.bad_steps import BadStepError
 
 
@@ -59,6 +60,29 @@ def test_an_update_to_infinity_in_the_last_step_is_neither_saved_nor_exported(wo
     run = tmp_path / "run"
     assert sorted(each.name for each in (run / "checkpoints").glob("step-*"))[-1] == "step-00000002"
     assert not (run / "export").exists()
+
+
+@pytest.mark.parametrize("how", ["save", "background", "local"])
+def test_an_engine_does_not_save_infinite_parameters(how: str, tmp_path: Path) -> None:
+    run = {"folder": tmp_path / "runs", "name": "run"}
+    config = EngineConfig.model_validate(
+        {"run": run, "tiers": {"local_folder": tmp_path / "local", "local_every": 1, "replicas": 0}}
+    )
+    opened: Any = Engine.open(
+        config, model=lambda stage: nn.Linear(4, 2), task=_Squares(), optimizer=lambda m: _Overflow(m.parameters())
+    )
+    with opened as engine:
+        save = {"save": engine.save, "background": partial(engine.save, background=True), "local": engine.save_local}
+        for step in range(3):
+            engine.forward_backward([torch.ones(2, 4)], _Squares().loss)
+            engine.step()
+            if step < 2:
+                save[how]()
+        with pytest.raises(BadStepError, match=r"after step 3, weight are not finite, or .* is neither saved nor"):
+            save[how]()
+        engine.load()
+        assert engine.num_steps == 2
+        assert all(each.isfinite().all() for each in engine.model.parameters())
 
 
 def test_parameters_trained_in_float16_are_an_error_before_the_start(tmp_path: Path) -> None:

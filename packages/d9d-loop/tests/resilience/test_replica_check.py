@@ -1,12 +1,14 @@
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
+from d9d_dist import ColumnParallel, DistributedContext, MeshConfig, parallelize_hsdp, parallelize_tensor
 from d9d_dist.testing import run_ranks
+from d9d_loop import Engine, EngineConfig, FunctionProvider, Loss, Task
 from d9d_loop.resilience import ReplicaConfig, ReplicaError, ResilienceConfig, check_buffers, check_replicas
 from d9d_loop.resilience.replica_check import _describe_minority
 
@@ -104,9 +106,95 @@ def test_the_error_names_a_buffer_that_forward_updates_from_the_microbatch_of_it
     assert run_ranks(_ran_on, True, world_size=4) == [""] * 4
     for message in run_ranks(_ran_on, False, world_size=4):
         assert message.startswith("buffers differ between ranks after step 1, because forward updates them from")
-        assert "- 0.average: ranks 0, 2 have 2 different values\n" in message
+        assert "- 0.average: ranks 0, 1, 2, 3 have 2 different values\n" in message
         assert "num_calls" not in message
         assert "cache" not in message
+
+
+class _Range(nn.Module):
+    """Tensor-parallel layer and an observer of its outputs."""
+
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(3, 4)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        y = self.up(input)
+        self.largest.copy_(torch.maximum(self.largest, y.detach().amax()))
+        return y
+
+
+def _tensor_parallel() -> str:
+    with MeshConfig(tensor_parallel=2).build() as ctx:
+        model = _Range()
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"up": ColumnParallel()})
+        model(torch.ones(1, 3))
+        try:
+            check_buffers(model, step=1, ctx=ctx)
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+
+def test_the_error_names_a_buffer_that_depends_on_the_outputs_of_a_tensor_parallel_layer() -> None:
+    for message in run_ranks(_tensor_parallel, world_size=2):
+        assert "- largest: ranks 0, 1 have 2 different values\n" in message
+
+
+class _Difference(nn.Module):
+    """Normalization by a running mean of the rank's own batch."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        y = self.linear(input)
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - self.mean
+
+
+class _Squares(Task):
+    def inputs(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input": batch}
+
+    def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Loss:
+        return Loss.sum(outputs.square(), len(batch))
+
+
+def _engine_messages(folder: Path) -> list[str]:
+    """Return the errors after the first step, and of a save after a change of a buffer on one rank."""
+    found = []
+    for is_later in (False, True):
+        config = EngineConfig.model_validate({"mesh": {"data_parallel_shard": 2}, "run": {"folder": folder}})
+        model = FunctionProvider(lambda stage: _Difference(), late_init=False)
+        with Engine.open(config, model=model, task=_Squares()) as engine:
+            rank = engine.ctx.rank
+            batch = torch.ones(2, 3) * (1 if is_later else rank + 1)
+            try:
+                engine.forward_backward([batch], _Squares().loss)
+                engine.step()
+                engine.model.get_buffer("mean").add_(rank)
+                engine.save()
+            except ReplicaError as error:
+                found.append(f"{engine.num_steps} {error}")
+    return found
+
+
+def test_an_engine_compares_buffers_after_the_first_step_and_before_a_save(tmp_path: Path) -> None:
+    for first, later in run_ranks(_engine_messages, tmp_path, world_size=2):
+        for message in (first, later):
+            assert message.startswith("1 buffers differ between ranks after step 1")
+            assert "- mean: ranks 0, 1 have 2 different values\n" in message
+    assert not list(tmp_path.rglob("step-*")), "nothing is saved"
 
 
 def test_the_interval_is_a_number_of_steps() -> None:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from d9d_dist import SplitBackward, defer_gradient_sync, finish_gradient_sync, set_gradient_sync
 from d9d_dist.data_parallel.gathered_parameters import free_gathered, free_gathered_after_backward
 from d9d_dist.split_backward import DeferredWeightGrads
+from d9d_dist.values.buffer_values import BufferValues
 
 
 @final
@@ -60,7 +61,9 @@ class Stage:
         """True if the stage has backwards."""
         return self._last_backward is not None
 
-    def forward(self, args: tuple[Any, ...], shared: Mapping[str, Any]) -> tuple[Any, ForwardState | None]:
+    def forward(
+        self, args: tuple[Any, ...], shared: Mapping[str, Any], *, is_stand_in: bool = False
+    ) -> tuple[Any, ForwardState | None]:
         """Run the forward of a microbatch; return the output, and the state for its backward if there is one."""
         if not self.trains:
             with torch.no_grad():
@@ -70,8 +73,11 @@ class Stage:
         received: list[Tensor] = []
         if not self._is_first:
             args = pytree.tree_map(partial(_receive, received), args)
+        buffers = BufferValues(self._module) if is_stand_in else None
         with nullcontext() if self._split is None else self._split.forward():
             output = self._module(*args, **shared)
+        if buffers is not None:
+            buffers.restore()
         # The last stage's backward starts from the loss, which is computed later.
         return output, ForwardState(received, [] if self._is_last else edges_of(output))
 

@@ -55,10 +55,12 @@ class _Step:
     """State of one step; each entry is removed when it is used, so that its memory is freed.
 
     `kinds` has the shapes and dtypes of each microbatch's inputs, a part of the key of cached message metadata. `ready`
-    is the start of the current action, or the arrival of its input, if the step is measured.
+    is the start of the current action, or the arrival of its input, if the step is measured. Microbatches from
+    `num_own` on are stand-ins.
     """
 
     inputs: Sequence[Inputs]
+    num_own: int
     kinds: Sequence[Kind]
     on_output: OutputHandler
     stopwatch: Stopwatch | None
@@ -135,7 +137,7 @@ class Executor:
         self._device = device or next(devices, torch.device("cpu"))
         self._channel = None if group is None else Channel(group, self._device, messages)
 
-    def step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> None:
+    def step(self, inputs: Sequence[Inputs], on_output: OutputHandler, *, num_own: int | None = None) -> None:
         """Execute the program once. Collective over the pipeline: all sends and receives of the program.
 
         A note on an exception names the action, stage, microbatch and rank. If another rank failed, a send or receive
@@ -144,14 +146,18 @@ class Executor:
         Args:
             inputs: Inputs of each microbatch.
             on_output: Called with each output of the last stage, on its rank. In training it returns the loss.
+            num_own: Number of microbatches that count; the forwards of later ones, the stand-ins, change no buffers.
+                `None` if all count.
 
         Raises:
             UserError: If the number of inputs differs from the program's microbatches, a loss does not require a
                 gradient, or a stage's output cannot be sent.
         """
-        self._execute(inputs, on_output, None)
+        self._execute(inputs, on_output, None, num_own)
 
-    def measured_step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Timeline:
+    def measured_step(
+        self, inputs: Sequence[Inputs], on_output: OutputHandler, *, num_own: int | None = None
+    ) -> Timeline:
         """Execute the program like `step`; return start and end of every action on all pipeline ranks, in seconds.
 
         Collective over the pipeline: a barrier before the step, which aligns the ranks' clocks, and an all-gather of
@@ -160,11 +166,11 @@ class Executor:
         if self._group is not None:
             dist.barrier(self._group)
         stopwatch = Stopwatch(self._device)
-        marks = self._execute(inputs, on_output, stopwatch)
+        marks = self._execute(inputs, on_output, stopwatch, num_own)
         return self._timeline([(stopwatch.seconds(start), stopwatch.seconds(end)) for start, end in marks])
 
     def _execute(
-        self, inputs: Sequence[Inputs], on_output: OutputHandler, stopwatch: Stopwatch | None
+        self, inputs: Sequence[Inputs], on_output: OutputHandler, stopwatch: Stopwatch | None, num_own: int | None
     ) -> list[tuple[Mark, Mark]]:
         """Run all actions and complete all sends; return start and end of each action if there is a stopwatch."""
         if len(inputs) != self._program.num_microbatches:
@@ -172,7 +178,7 @@ class Executor:
                 f"got inputs for {len(inputs)} microbatches; expected {self._program.num_microbatches}, as in the "
                 "program. Pass one Inputs per microbatch."
             )
-        step = _Step(inputs, self._kinds(inputs), on_output, stopwatch)
+        step = _Step(inputs, len(inputs) if num_own is None else num_own, self._kinds(inputs), on_output, stopwatch)
         marks: list[tuple[Mark, Mark]] = []
         action: Action | None = None
         try:
@@ -252,7 +258,8 @@ class Executor:
     def _forward(self, stage: int, microbatch: int, step: _Step) -> None:
         inputs, pair = step.inputs[microbatch], (stage, microbatch)
         args = inputs.first if stage == 0 else (self._input_of(pair, step),)
-        step.outputs[pair], state = self._stages[stage].forward(args, inputs.shared)
+        is_stand_in = microbatch >= step.num_own
+        step.outputs[pair], state = self._stages[stage].forward(args, inputs.shared, is_stand_in=is_stand_in)
         if state is not None:
             step.forward_states[pair] = state
 

@@ -48,13 +48,18 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
     found: list[str] = []
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
+        if is_synchronized(module):
             kind = type(module)
             if kind not in classes:
                 classes[kind] = _synchronized(kind, group)
             module.__class__ = classes[kind]
             found.append(canonical_name(name))
     return found
+
+
+def is_synchronized(module: nn.Module) -> bool:
+    """Return True for a layer whose statistics `synchronize_batch_norm` computes over all ranks."""
+    return isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
 
 
 def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:

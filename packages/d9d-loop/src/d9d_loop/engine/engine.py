@@ -193,7 +193,7 @@ class Engine:
                 compared in the next step.
         """
         self._require_training("forward_backward()")
-        norms = trains_batch_norm(self.model)
+        norms = trains_batch_norm(self.model, self.ctx.size("batch", "dp"))
         placed, num_added = self._agree(batches, self._step.supported, self._rates(), trains_batch_norm=norms)
         values: dict[int, Mapping[str, Tensor]] = {}
         self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
@@ -376,7 +376,8 @@ class Engine:
         """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
 
         Collectives: the gradient reduction and norm; the exchange of parameters shared between stages; one all-reduce
-        of loss and weight; the guard's all-reduce; in the first two steps, all-gathers that compare module attributes.
+        of loss and weight; the guard's all-reduce; in the first two steps, all-gathers that compare buffers and module
+        attributes.
 
         Args:
             learning_rate: Learning rate of all parameter groups from this step on, equal on all ranks; `None` keeps the
@@ -390,6 +391,7 @@ class Engine:
                 between ranks; on accelerators in the next step or save, without an update. Also if a forward wrote to
                 sharded parameters, if the first step created, replaced or deleted parameters, or if the second step
                 read an attribute of a module that differs between ranks.
+            ReplicaError: On every rank, if persistent buffers differ between ranks after the first step.
             BadStepError: On every rank, if steps were bad and the policy for bad steps is to stop.
         """
         self._require_training("step()")
@@ -404,7 +406,7 @@ class Engine:
         self.num_steps, self._num_updates = self.num_steps + 1, self._num_updates + 1
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
             refuse_later_writes(self._whole, compare_next=True)
-        self._first_steps.check()
+        self._first_steps.check(self.num_steps)
         self._apply_decisions()
         return replace(result, learning_rate=self._reported_rate())
 
@@ -500,7 +502,9 @@ class Engine:
         Raises:
             UserError: If the engine has no checkpoints, or there are accumulated gradients that no `step` has used. On
                 every rank, if `state` has a `DTensor` or too large tensors.
-            BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop.
+            BadStepError: On every rank, if the last step was bad and the policy for bad steps is to stop, or a trained
+                parameter is not finite.
+            ReplicaError: On every rank, if persistent buffers differ between ranks.
             StateError: On every rank, if `state` has another value that is not JSON, or if this save or the previous
                 background save failed on any rank.
         """

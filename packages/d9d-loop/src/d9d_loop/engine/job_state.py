@@ -20,6 +20,8 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import CheckpointSaved
 from d9d_loop.model.model_digest import model_digest
 from d9d_loop.optimizers.weight_average import WeightAverage
+from d9d_loop.resilience.finite_check import check_finite
+from d9d_loop.resilience.replica_check import check_buffers
 from d9d_metrics import Metric
 from d9d_state import (
     CheckpointStore,
@@ -325,9 +327,12 @@ class JobState:
 
         Raises:
             UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.
+            BadStepError: On every rank, if a trained parameter is not finite; see `check_finite`.
+            ReplicaError: On every rank, if persistent buffers differ between ranks.
             StateError: On every rank, if this save or the previous background save failed on any rank.
         """
         self._check_frozen()
+        self._check_values(record.step)
         self.finish()
         self.store.save(record.step, **self._content(record), metric=metric, background=background)
         self._being_written = record.step if background else None
@@ -357,9 +362,16 @@ class JobState:
 
         Raises:
             UserError: On every rank, if the job has too few hosts for the replicas of a tier.
+            BadStepError, ReplicaError: As `save` does.
             StateError: On every rank, if this save or the tier's previous save failed on any rank.
         """
+        if any(record.step % tier.every == 0 for tier in self.store.tiers):
+            self._check_values(record.step)
         self.store.save_local(record.step, **self._content(record))
+
+    def _check_values(self, step: int) -> None:
+        check_finite(self._model, step=step, ctx=self._ctx)
+        check_buffers(self._model, step=step, ctx=self._ctx)
 
     def _content(self, record: Record) -> dict[str, Any]:
         """Return the content of a save, as keyword arguments of `CheckpointStore.save`."""

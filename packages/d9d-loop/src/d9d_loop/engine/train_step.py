@@ -138,7 +138,7 @@ class TrainStep:
         """
         self._refuse_partial_gradients()
         self._refuse_unfrozen()
-        if num_own < len(batches) and trains_batch_norm(self._model):
+        if num_own < len(batches) and trains_batch_norm(self._model, self._ctx.size("batch", "dp")):
             raise UserError(f"this rank has fewer microbatches than others, and {STAND_INS}")
         if self._totals is None:
             self._events.emit(StepStarted(number))
@@ -166,7 +166,8 @@ class TrainStep:
         executor = self._executor(len(batches))
         self._has_failed = True  # until all microbatches are done
         with _in_place_explained():
-            timeline = executor.measured_step(inputs, take_loss) if measured else executor.step(inputs, take_loss)
+            run = executor.measured_step if measured else executor.step
+            timeline = run(inputs, take_loss, num_own=num_own)
         self._has_failed = False
         return timeline
 

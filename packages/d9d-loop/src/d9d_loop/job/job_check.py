@@ -47,7 +47,7 @@ def rest_of_epoch(config: TrainerConfig, data: DataProvider, steps: int) -> int:
 def check_batch_norm(model: nn.Module, config: TrainerConfig, *, rest: int, dp_size: int, microbatch_size: int) -> None:
     """Raise `UserError` if the statistics of batch norms would include stand-ins at the end of an epoch."""
     total = config.batch.global_size
-    if 0 < rest <= total - microbatch_size and trains_batch_norm(model):
+    if 0 < rest <= total - microbatch_size and trains_batch_norm(model, dp_size):
         raise UserError(
             f"the last step of an epoch has {rest} samples, too few for all microbatches of the {dp_size} "
             f"data-parallel ranks, and {STAND_INS} Or use --steps instead of --epochs, or a multiple of "

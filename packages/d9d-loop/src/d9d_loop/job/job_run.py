@@ -32,7 +32,7 @@ from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
 from d9d_loop.model.export_notes import print_export_notes
 from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
-from d9d_loop.resilience import BadStep, Stopped, check_buffers, check_finite, check_replicas, find_non_finite
+from d9d_loop.resilience import BadStep, Stopped, check_finite, check_replicas, find_non_finite
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_pipeline import Timeline
@@ -163,7 +163,8 @@ def _next_batches(job: Job) -> list[Any]:
             f"the training data ended after {job.loader.position} samples and {job.record.step} of {job.plan.steps} "
             f"steps; expected as many batches as {type(job.plan.stream).__name__}.num_batches() returned. Correct it."
         ) from None
-    if job.loader.has_stand_ins and any(gather_json(trains_batch_norm(job.engine.model))):
+    norms = job.loader.has_stand_ins and trains_batch_norm(job.engine.model, job.ctx.size("batch", "dp"))
+    if job.loader.has_stand_ins and any(gather_json(norms)):
         raise UserError(f"the data end with fewer microbatches on some ranks, and {STAND_INS}")
     return batches if job.plan.reference is None else job.engine.with_reference(batches)
 
@@ -193,7 +194,6 @@ def _end_startup(job: Job, result: StepResult) -> None:
             f"number of summed items. Check {type(job.plan.task).__name__}.loss, and check that labels are unmasked."
         )
     job.state.check_tensors()
-    check_buffers(job.engine.model, step=job.record.step, ctx=job.ctx)
     if job.plan.config.compile is not None and job.ctx.is_main_process and (breaks := describe_graph_breaks()):
         print("d9d: torch.compile runs these lines of the model eagerly:", *breaks, sep="\n")
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
@@ -276,8 +276,6 @@ def _save(job: Job, result: StepResult, *, background: bool) -> None:
     job.events.emit(CheckpointStarted(record.step))
     metric = record.quality(job.plan.config.checkpoint.best_by)
     with job.reports.not_training(), job.watchdog.phase("a save"):
-        check_finite(job.engine.model, step=record.step, ctx=job.ctx)
-        check_buffers(job.engine.model, step=record.step, ctx=job.ctx)
         job.state.save(record, metric=metric, background=background)
 
 
@@ -285,7 +283,6 @@ def _save_locally(job: Job, result: StepResult) -> None:
     """Save in the local tiers that are due. Collective."""
     job.reports.settle(result)
     with job.watchdog.phase("a local save"):
-        check_finite(job.engine.model, step=job.record.step, ctx=job.ctx)
         job.state.save_local(job.record)
 
 

@@ -1,10 +1,10 @@
-"""Checks after the first two steps: parameters are not replaced, and module attributes do not depend on the rank.
+"""Checks after the first two steps: parameters are not replaced, and buffers and attributes do not depend on the rank.
 
-The optimizer holds the parameters of the built model, so a step must not create or replace parameters. State in Python
-attributes, such as a moving average in a number, must not depend on the rank's part of the batch. `check_buffers`
-compares buffers. An attribute may be kept for inspection only, such as the scores of the last batch. So an attribute
-that differs between ranks raises an error only if the next forward reads it before setting it. `list.append` also reads
-the attribute, so for lists, tuples and dicts a message is printed instead.
+The optimizer holds the parameters of the built model, so a step must not create or replace parameters. Buffers and
+Python attributes, such as a moving average, must not depend on the rank's part of the batch. An attribute may be kept
+for inspection only, such as the scores of the last batch. So an attribute that differs between ranks raises an error
+only if the next forward reads it before setting it. `list.append` also reads the attribute, so for lists, tuples and
+dicts a message is printed instead.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
 from d9d_dist.values.parameter_writes import refuse_sparse_gradient
 from d9d_loop.model.model_check import check_same_parameters
+from d9d_loop.resilience.replica_check import check_buffers
 
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: registries, hooks and the training flag."""
@@ -45,13 +46,14 @@ class FirstSteps:
         self._before = _digests(model) if ctx.world_size > 1 else {}
         self._watched: list[_Reads] = []
 
-    def check(self) -> None:
-        """Check the model after a step; from the third step on, do nothing.
+    def check(self, step: int) -> None:
+        """Check the model after a step; from the third step on, do nothing. `step` is only for messages.
 
         Collective over the ranks that split a batch, with several ranks: an all-gather of the digests of the changed
-        attributes, and an all-gather of names.
+        attributes, an all-gather of names, and the collectives of `check_buffers`.
 
         Raises:
+            ReplicaError: On all ranks, if persistent buffers differ after the first step.
             UserError: If the first step created, replaced or deleted parameters. On all ranks, if the second step read
                 an attribute that differs between ranks before it set the attribute.
         """
@@ -60,6 +62,7 @@ class FirstSteps:
             check_same_parameters(self._model, self._parameters)
             self._parameters.clear()
         if self._num_steps == 1 and self._ctx.world_size > 1:
+            check_buffers(self._model, step=step, ctx=self._ctx)
             self._watch_differences()
         elif self._num_steps == 2 and self._ctx.world_size > 1:
             self._refuse_reads()

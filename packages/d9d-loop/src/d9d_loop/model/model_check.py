@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
+from d9d_dist.data_parallel.batch_norm import is_synchronized
 from d9d_dist.data_parallel.embedding_rows import writes_to_rows
 from d9d_state import TensorInfo, check_saveable, model_tensors
 
@@ -20,9 +20,9 @@ STAND_INS = (
 )
 
 
-def trains_batch_norm(model: nn.Module) -> bool:
-    """Return True if a model has batch norms in training mode, whose statistics would include stand-in batches."""
-    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+def trains_batch_norm(model: nn.Module, dp_size: int) -> bool:
+    """Return True if statistics of batch norms in training mode would include stand-ins of other ranks."""
+    return dp_size > 1 and any(is_synchronized(module) and module.training for module in model.modules())
 
 
 def dropout_names(module: Any) -> list[str]:

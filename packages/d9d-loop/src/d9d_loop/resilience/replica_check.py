@@ -54,9 +54,10 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
 
 @torch.no_grad()
 def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> None:
-    """Check that persistent buffers are equal on all ranks that split a batch (axes `dp` and `cp`).
+    """Check that persistent buffers that are no DTensors are equal on all ranks of a pipeline stage.
 
-    They differ if forward updates a buffer, such as a moving average or a codebook, from the local microbatch only.
+    They differ if forward updates a buffer, such as a moving average or a codebook, from the local microbatch only, or
+    from this rank's outputs of a tensor-parallel layer.
     Collective over all ranks: an all-gather of 8 bytes per buffer, and an all-gather of the differences. Synchronizes
     the host with the device.
 
@@ -65,7 +66,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
     """
     if ctx.world_size == 1:
         return
-    group = ctx.group_for("batch", "dp", "cp")
+    group = ctx.group_for("batch", "dp", "cp", "tp")
     checksums = [
         (canonical_name(f"{module_name}.{name}".removeprefix(".")), checksum(buffer))
         for module_name, module in model.named_modules()
@@ -76,8 +77,9 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
     if found := _join_problems(problems):
         raise ReplicaError(
             f"buffers differ between ranks after step {step}, because forward updates them from each rank's own part "
-            f"of the batch:\n{found}\nUpdate them from all parts: sum the update over "
-            'ctx.group_for("batch", "dp", "cp"). If ranks may have different values, register the buffers with '
+            f"of the batch, or of the outputs of a tensor-parallel layer:\n{found}\nUpdate them from all parts: reduce "
+            'the update over ctx.group_for("batch", "dp", "cp"), or over ("batch", "dp", "cp", "tp"), and run equal '
+            "numbers of microbatches on all ranks. If ranks may have different values, register the buffers with "
             "persistent=False."
         )
 
