@@ -106,6 +106,20 @@ def test_embeddings_with_max_norm_are_skipped() -> None:
     ]
 
 
+def test_gradients_of_rows_are_divided_by_their_lookups_as_those_of_the_table() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"table": nn.Embedding(5, 4, padding_idx=4, scale_grad_by_freq=True)}).double()
+    inject(LoRA("table", rank=2, alpha=3.0), model)
+    adapter = model.table.adapter
+    nn.init.normal_(adapter.lora_b)
+    ids, gradient = torch.tensor([[0, 1, 2], [2, 0, 4], [2, 3, 0]]), torch.randn(3, 3, 4).double()
+    model.table(ids).backward(gradient)
+    expected = torch.zeros(5, 2).double()
+    for row in range(4):  # not of the padding
+        expected[row] = 3 / 2 * (gradient[ids == row].mean(0) @ adapter.lora_a.mT)
+    torch.testing.assert_close(adapter.lora_b.grad, expected, rtol=1e-14, atol=1e-14)
+
+
 class _Scaled(nn.Embedding):
     """Table whose rows are multiplied by a number, or by a tensor."""
 

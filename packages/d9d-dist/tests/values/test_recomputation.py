@@ -1,5 +1,7 @@
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -114,3 +116,35 @@ def test_without_gradients_forward_runs_alone() -> None:
     with torch.no_grad():
         assert not block(torch.ones(2, 3).double()).requires_grad
     assert block.calls == 1
+
+
+class _Draws(nn.Module):
+    """Block that scales by numbers of several generators, and chooses a branch by one."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.generator = nn.Linear(3, 3).double(), torch.Generator().manual_seed(5)
+        if recomputes:
+            recompute(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = random.gauss() * float(np.random.rand()) * torch.rand((), generator=self.generator).double()
+        y = torch.tanh(self.linear(x) * scale * torch.rand(()))
+        return x + (y.sin() if random.gauss() < 0 else y)
+
+
+def test_random_numbers_and_gradients_are_those_without_recomputation() -> None:
+    results: list[list[Tensor]] = []
+    for recomputes in (True, False):
+        blocks = nn.Sequential(
+            *(_Draws(recomputes=recomputes) for _ in range(5)), last := _Draws(recomputes=recomputes)
+        )
+        random.seed(3)
+        np.random.seed(4)
+        blocks(torch.arange(6.0).double().view(2, 3)).square().sum().backward()
+        after = [random.gauss(), np.random.rand(), torch.rand(()), torch.rand((), generator=last.generator)]
+        gradients = [each.grad for each in blocks.parameters() if each.grad is not None]
+        results.append([*gradients, *map(torch.as_tensor, after)])
+    assert len(results[0]) == 6 * 2 + 4
+    torch.testing.assert_close(*results, rtol=0, atol=0)

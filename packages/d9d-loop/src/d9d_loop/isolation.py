@@ -1,7 +1,5 @@
 """Context managers for code that must not affect the training: event handlers, evaluations, replays."""
 
-import random
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -51,17 +49,13 @@ def seed_generators(*parts: str | int, device: bool = False) -> None:
 @contextmanager
 def restored_random(*, device: bool = False) -> Generator[None]:
     """Restore the generators of Python, NumPy (if imported) and torch on exit; with `device` also the accelerator's."""
-    numpy = sys.modules.get("numpy")
     has_accelerator = device and torch.accelerator.is_available()
-    numpy_state = numpy.random.get_state() if numpy else None
     device_state = torch.get_device_module().get_rng_state() if has_accelerator else None
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    host, torch_state = seeds.HostRandom.now(), torch.default_generator.get_state()
     try:
         yield
     finally:
-        random.setstate(python_state)
+        host.restore()
         torch.default_generator.set_state(torch_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
         if has_accelerator:
             torch.get_device_module().set_rng_state(device_state)

@@ -1,8 +1,10 @@
 """Engines built from a configuration: learning rates, checkpoints, offloading, bad steps."""
 
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,15 @@ def test_a_learning_rate_stays_set_until_it_is_changed(tmp_path: Path) -> None:
         engine.forward_backward(BATCHES, TASK.loss)
         assert engine.step().learning_rate == 0.05
     assert not list(tmp_path.iterdir()), "an engine that saves nothing writes nothing"
+
+
+@pytest.mark.parametrize("given", [{}, {"step_seconds": 7.0}])
+def test_a_given_timeout_of_steps_holds_after_the_first_step(tmp_path: Path, given: dict[str, float]) -> None:
+    with opened(tmp_path, timeouts={"startup_seconds": 300, **given}) as engine:
+        with mock.patch.object(type(engine.ctx), "set_timeout") as set_timeout:
+            take_step(engine)
+            take_step(engine)
+        assert [call.args for call in set_timeout.call_args_list] == [(timedelta(seconds=7),)] * len(given)
 
 
 def test_a_loaded_engine_continues_bitwise(tmp_path: Path) -> None:

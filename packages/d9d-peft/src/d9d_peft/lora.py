@@ -130,7 +130,8 @@ def _adapted_groups(
 def _adapted_embedding(adapter: LoraAdapter, layer: nn.Module, inner: Callable[..., Tensor], ids: Tensor) -> Tensor:
     """Add the rows of `s B A`, times `embed_scale` if there is one, to those of the table; no dropout, as in `peft`."""
     assert isinstance(layer, nn.Embedding)
-    update = F.embedding(ids, adapter.lora_b, layer.padding_idx) @ adapter.lora_a
+    rows = F.embedding(ids, adapter.lora_b, layer.padding_idx, scale_grad_by_freq=layer.scale_grad_by_freq)
+    update = rows @ adapter.lora_a
     scale = getattr(layer, "embed_scale", 1.0)
     update = update * (scale.to(layer.weight.dtype) if isinstance(scale, Tensor) else scale)
     return _sum(inner(ids), update, adapter.low_rank)

@@ -4,8 +4,6 @@ Initial values are a function of (seed, parameter name, global index), so they d
 possible a rank computes only the values of its own shards.
 """
 
-import random
-import sys
 from collections import ChainMap
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from d9d_dist.errors import UserError
 from d9d_dist.shards import copy_from_full_
 from d9d_dist.values._fill_by_index import FillByIndex, Named, NeedsFullTensor, storage_key
 from d9d_dist.values._model_tensors import Slot, canonical_name, empty_on, named_tensors, replace_tensors
-from d9d_dist.values.seeds import seed_generators, stream_key
+from d9d_dist.values.seeds import HostRandom, seed_generators, stream_key
 
 
 @runtime_checkable
@@ -198,11 +196,8 @@ class _Initializer:
 @contextmanager
 def _keep_host_generators() -> Generator[None]:
     """Restore the states of Python's and NumPy's generators on exit."""
-    numpy = sys.modules.get("numpy")
-    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    states = HostRandom.now()
     try:
         yield
     finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        states.restore()

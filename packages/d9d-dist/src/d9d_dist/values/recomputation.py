@@ -1,9 +1,12 @@
-"""Activation checkpointing in which buffers, such as running statistics and counters, change once per forward."""
+"""Activation checkpointing that repeats a forward exactly: with its buffers, which change once, and its random numbers.
+
+torch's `checkpoint` restores torch's default generators alone.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -11,13 +14,15 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from d9d_dist.values._model_tensors import Slot
 from d9d_dist.values.buffer_values import BufferValues
+from d9d_dist.values.seeds import HostRandom
 
 
 def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) -> None:
     """Make a module recompute its activations in backward, in place, with the buffers that its forward had.
 
-    Buffers are copied before each forward; copies of large ones that it does not write are dropped after it. Module
-    hooks, including FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of torch's `checkpoint`.
+    It draws the same numbers of Python, NumPy, torch and of a `torch.Generator` in an attribute. Buffers are copied
+    before each forward; copies of large ones that it does not write are dropped after it. Module hooks, including
+    FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of torch's `checkpoint`.
     """
     module.forward = partial(_checkpointed, module, module.forward, contexts)
 
@@ -34,12 +39,13 @@ def _checkpointed(module: nn.Module, forward: Any, contexts: Callable[[], Any], 
 def _repeatable(
     module: nn.Module, forward: Any, first: AbstractContextManager[Any], again: AbstractContextManager[Any]
 ) -> Callable[..., Any]:
-    """Return a function that runs a forward, and in later calls repeats it without effect on the buffers.
+    """Return a function that runs a forward, and in later calls repeats it without effect on buffers and generators.
 
     The copies of buffers are made outside of the contexts of the first call and of the later calls.
     """
     start: BufferValues | None = None
     written: list[Slot] = []
+    random = _RandomStates(module)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal start, written
@@ -49,8 +55,9 @@ def _repeatable(
                 outputs = forward(*args, **kwargs)
             written = start.end_forward()
             return outputs
-        now, buffers = BufferValues(module), [slot.get() for slot in written]
+        now, buffers, random_now = BufferValues(module), [slot.get() for slot in written], _RandomStates(module)
         start.restore()
+        random.restore()
         for slot in written:  # the graph keeps the values of this forward
             slot.put(getattr(slot.module, slot.name).clone())
         try:
@@ -60,5 +67,22 @@ def _repeatable(
             for slot, buffer in zip(written, buffers, strict=True):
                 slot.module._buffers[slot.name] = buffer
             now.restore()
+            random_now.restore()
 
     return run
+
+
+@final
+class _RandomStates:
+    """States of the generators that torch's `checkpoint` does not restore."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._host = HostRandom.now()
+        attributes = (each for part in module.modules() for each in vars(part).values())
+        self._own = [(each, each.get_state()) for each in attributes if isinstance(each, torch.Generator)]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        self._host.restore()
+        for generator, state in self._own:
+            generator.set_state(state)

@@ -3,6 +3,7 @@
 import hashlib
 import random
 import sys
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -44,3 +45,22 @@ def seed_generators(seed: int, *, device: bool = True) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
+
+
+class HostRandom(NamedTuple):
+    """Random states of Python and, if it is imported, of NumPy."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the current states."""
+        numpy = sys.modules.get("numpy")
+        return cls(random.getstate(), numpy.random.get_state() if numpy else None)
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)

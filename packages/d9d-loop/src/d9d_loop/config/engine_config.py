@@ -39,7 +39,11 @@ class EngineConfig(JobConfig):
     tiers: LocalTierConfig = LocalTierConfig.model_validate({})
     bad_steps: BadStepConfig = BadStepConfig.model_validate({})
     health: HealthConfig = HealthConfig.model_validate({})
-    timeouts: TimeoutConfig = TimeoutConfig.model_validate({})
+    timeouts: TimeoutConfig = Field(
+        default=TimeoutConfig.model_validate({}),
+        description="Timeouts of collectives. That of the start stays after the first step unless step_seconds is set, "
+        "because a rank may work longer than others between steps.",
+    )
     initial_weights: InitialWeights = None
     freeze: Freeze = ()
     activation_checkpointing: ActivationCheckpointing = None

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Self, SupportsFloat, TypeVar, final, overload
 from zlib import crc32
@@ -79,6 +80,7 @@ class Engine:
             such as `d9d_peft.adapters_off`: inside this context, the model acts as the reference. Or "initial", for a
             copy of the current weights in host memory. `None` disables the method.
         checkpoints: Checkpoints for `save` and `load`; `None` disables them.
+        step_timeout: Timeout of collectives after the first step; `None` leaves it unchanged.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Engine:
         state_mapper: StateMapper | None = None,
         reference: Reference | FrozenReference | None = None,
         checkpoints: EngineCheckpoints | None = None,
+        step_timeout: timedelta | None = None,
     ) -> None:
         self.pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
@@ -105,7 +108,7 @@ class Engine:
         self.num_steps, self._num_updates = 0, 0
         self._average = average
         self._task, self._polls_guard, self._checkpoints = task, polls_guard, checkpoints
-        self._state_mapper = state_mapper
+        self._state_mapper, self._step_timeout = state_mapper, step_timeout
         self._initial_rates = [group["lr"] for group in optimizer.param_groups]
         self.peak_learning_rate = self._initial_rates[0] if peak_learning_rate is None else peak_learning_rate
         self._set_rates = (0.0, 0.0)  # compared between ranks: the last call that set learning rates, and its argument
@@ -407,6 +410,8 @@ class Engine:
         if not self.num_steps & (self.num_steps - 1):  # after steps 1, 2, 4, 8, ..., because it reads all parameters
             refuse_later_writes(self._whole, compare_next=True)
         self._first_steps.check(self.num_steps)
+        if self._num_updates == 1 and self._step_timeout is not None:
+            self.ctx.set_timeout(self._step_timeout)
         self._apply_decisions()
         return replace(result, learning_rate=self._reported_rate())
 

@@ -94,6 +94,7 @@ def opened_engine(
                 events=events,
                 state_mapper=mapper,
                 checkpoints=checkpoints,
+                step_timeout=ctx.timeouts.step if "step_seconds" in config.timeouts.model_fields_set else None,
             )
 
 
