@@ -10,7 +10,7 @@ from d9d_dist import DistributedContext, MeshConfig, full_tensor, parallelize_hs
 from d9d_dist.testing import run_ranks
 from d9d_loop import AdamWConfig, Engine, GradientConfig, GradientsReady, Loss, Task
 from d9d_loop.engine.pipeline import Pipeline
-from d9d_loop.optimizers.optimizer import OptimizerSettings, StochasticAdamWConfig
+from d9d_loop.optimizers.optimizer import GroupConfig, OptimizerSettings, StochasticAdamWConfig
 
 SMALL = 2.0**-9
 ROUNDING = 6 * torch.finfo(torch.float32).eps
@@ -78,3 +78,16 @@ def test_gradients_accumulate_in_float32_in_one_process(ctx: DistributedContext,
     for gradient in seen:
         torch.testing.assert_close(gradient, torch.full((2, 4), 4 * (1 + 2 * SMALL)), rtol=ROUNDING, atol=0)
     assert (trained < 0.5).all()
+
+
+def test_an_optimizer_of_a_group_takes_float32_gradients_beside_another_that_does_not(ctx: DistributedContext) -> None:
+    model = nn.Linear(4, 2).bfloat16()
+    groups = (GroupConfig(of="matrices", optimizer=StochasticAdamWConfig(betas=(0.75, 0.5))),)
+    optimizer = AdamWConfig(groups=groups).build(model)
+    pipeline = Pipeline({0: model}, ctx=ctx)
+    pipeline.set_gradients(GradientConfig(dtype="float32"))
+    engine = Engine(pipeline, optimizer, ctx=ctx, task=_Sum())
+    engine.forward_backward([torch.full((1, 4), value).bfloat16() for value in (1.0, SMALL)], _Sum().loss)
+    assert engine.step().taken
+    expected = torch.full((2, 4), 0.25 * (1 + SMALL) / 2)
+    torch.testing.assert_close(optimizer.state[model.weight]["exp_avg"], expected, rtol=ROUNDING, atol=0)

@@ -8,7 +8,7 @@ from array import array
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,8 +20,11 @@ from d9d_dist.testing import assert_rounds_like, in_float64, run_ranks
 from d9d_loop import Finished
 from d9d_loop.data import read_chat_tokenizer, read_conversation, tokenize_chats, tokenize_text, write_tokens
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
+from d9d_loop.jobs.job_config import AdapterConfig, JobKind
 from d9d_loop.jobs.text_data import chat_rows, labeled_rows, packed_texts, text_tokenizer, text_windows
 from d9d_loop.jobs.text_groups import text_groups
+from d9d_loop.jobs.text_job import _PEFT_TASKS
+from d9d_loop.jobs.text_model import auto_class
 from d9d_loop.jobs.text_samples import TextSamples
 from d9d_metrics import read_metrics
 
@@ -334,7 +337,11 @@ def test_invalid_packing_is_refused(changes: dict[str, Any], message: str) -> No
         TextJobConfig.model_validate(values)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_has_a_task_for_the_class_of_every_job() -> None:
+    assert {auto_class(job).__name__ for job in get_args(JobKind)} == _PEFT_TASKS.keys()
+
+
+@pytest.mark.parametrize("kind", get_args(AdapterConfig.model_fields["kind"].annotation))
 @pytest.mark.sample("lora")
 def test_adapters_are_merged_and_loaded_by_peft(kind: str, folder: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

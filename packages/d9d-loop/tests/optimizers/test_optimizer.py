@@ -1,5 +1,5 @@
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -187,6 +187,20 @@ def test_biases_of_experts_do_not_decay_and_are_not_updated_by_muon() -> None:
         (["conv.weight"], 1e-3, 0.1),
         (["gate_up_proj_bias"], 1e-3, 0.0),
     ]
+
+
+class _SoapConfig(OptimizerSettings):
+    only_matrices: ClassVar[bool] = True
+    learning_rate: float = 0.1
+    weight_decay: float = 0.0
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+
+def test_the_error_of_vectors_names_the_optimizer_of_matrices() -> None:
+    with pytest.raises(UserError, match=r"^_Soap updates matrices, but got bias \[3\], which"):
+        _SoapConfig().build(nn.Linear(2, 3))
 
 
 def test_roles_of_the_whole_model_apply_to_its_sharded_parameters() -> None:

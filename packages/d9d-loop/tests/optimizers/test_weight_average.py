@@ -1,5 +1,7 @@
 """Average of the weights: compared with torch's `AveragedModel` on one process, in layouts, and over resumes."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from d9d_dist import (
@@ -19,8 +22,10 @@ from d9d_dist import (
     parallelize_tensor,
 )
 from d9d_dist.testing import run_ranks
-from d9d_loop import Ema, Engine, EngineConfig, Loss, ModelProvider, Task, Trainer, TrainerConfig
+from d9d_loop import AdamWConfig, Ema, Engine, EngineConfig, Loss, ModelProvider, Task, Trainer, TrainerConfig
 from d9d_loop.optimizers import WeightAverage
+from d9d_loop.optimizers.optimizer import GroupConfig, ScheduleFreeAdamWConfig, SGDConfig
+from d9d_loop.optimizers.weight_average import average_of
 from d9d_pipeline import Inputs
 
 DECAY = 0.8
@@ -222,15 +227,31 @@ def test_averages_over_loads_and_offloads_and_calls_inside(tmp_path: Path) -> No
     run_ranks(_in_one_process, tmp_path, world_size=1)
 
 
-def test_an_optimizer_that_averages_has_no_other_average(tmp_path: Path) -> None:
-    settings = {"optimizer": {"kind": "schedule_free_adamw"}}
-    with (
-        pytest.raises(
-            UserError, match=r"got average = Ema\(...\) with schedule_free_adamw, which averages the weights"
-        ),
-        _opened({}, tmp_path, average=Ema(), **settings),
-    ):
-        pass
+class _Averaging(torch.optim.SGD):
+    """Optimizer of a user."""
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+_SCHEDULE_FREE = GroupConfig(of="vectors", optimizer=ScheduleFreeAdamWConfig())
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (ScheduleFreeAdamWConfig().build, "ScheduleFreeAdamW"),
+        (AdamWConfig(groups=(_SCHEDULE_FREE,)).build, "ScheduleFreeAdamW"),
+        (lambda model: _Averaging(model.parameters(), lr=0.1), "_Averaging"),
+    ],
+)
+def test_an_optimizer_that_averages_has_no_other_average(build: Callable[[nn.Module], Optimizer], name: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=rf"got average = Ema\(...\) with {name}, which averages the weights"):
+        average_of(model, build(model), Ema())
+    assert average_of(
+        model, AdamWConfig(groups=(GroupConfig(of="vectors", optimizer=SGDConfig()),)).build(model), Ema()
+    )
 
 
 def test_evaluations_and_exports_of_a_job_use_the_average(tmp_path: Path) -> None:

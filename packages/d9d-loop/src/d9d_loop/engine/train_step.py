@@ -21,8 +21,9 @@ from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
-from d9d_loop.optimizers import StochasticAdamW
 from d9d_loop.optimizers.gate import step_unless
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
+from d9d_loop.optimizers.joined import parts_of
 from d9d_loop.optimizers.weight_average import WeightAverage
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.resilience.same_values import NOTHING, Same
@@ -73,9 +74,8 @@ class TrainStep:
         self._optimizer, self._task = optimizer, task
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._known = set(map(id, self._parameters))
-        self._wide: list[nn.Parameter] = []  # parameters whose gradients accumulate in another dtype
-        if not isinstance(optimizer, StochasticAdamW):
-            self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype]
+        takes_wide = _with_wide_gradients(optimizer)
+        self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype and each not in takes_wide]
         self._max_norm, self._ctx, self._events, self._guard = max_norm, ctx, events, guard
         self._average = average
         self._splits = pipeline.program(num_microbatches).splits
@@ -359,6 +359,12 @@ def _zero_loss(outputs: Any) -> Tensor:
     if not leaves:
         raise UserError("no output of the model requires gradients; keep some parameters of the model trainable.")
     return sum((leaf * 0.0).sum() for leaf in leaves)
+
+
+def _with_wide_gradients(optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters whose optimizer takes gradients of another dtype."""
+    parts = [each for each in parts_of(optimizer) if isinstance(each, GroupwiseOptimizer) and each.takes_wide_gradients]
+    return {parameter for part in parts for group in part.param_groups for parameter in group["params"]}
 
 
 @contextmanager

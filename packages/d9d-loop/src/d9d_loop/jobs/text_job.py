@@ -28,8 +28,13 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.tasks import NextTokenTask, PreferenceTask
 
-_PEFT_TASKS = {"reward": "SEQ_CLS", "classify": "SEQ_CLS", "embed": "FEATURE_EXTRACTION", "vision": None}
-"""Tasks of peft, by which its auto classes choose the class of the model, if they are not `CAUSAL_LM`."""
+_PEFT_TASKS = {
+    "AutoModel": "FEATURE_EXTRACTION",
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForImageTextToText": None,
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+}
+"""Tasks of `peft`, by which its auto classes choose the class of the model, by class of `transformers`."""
 
 
 def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
@@ -51,7 +56,7 @@ def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     data, task, model = _parts(config, of_model, notes.append, reads_data=reads_data)
     if isinstance(task, NextToken | Prefer):
         task.label_logits = takes_positions(model)
-    task_type = _PEFT_TASKS.get(of_model.job, "CAUSAL_LM")
+    task_type = _PEFT_TASKS[auto_class(of_model.job).__name__]
     adapted = None if config.adapter is None else AdaptedModel(model, config.adapter, task_type=task_type)
     compute = config.compute_metrics
     trainer = Trainer(

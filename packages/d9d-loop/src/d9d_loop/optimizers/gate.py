@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from d9d_dist import UserError
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
-from d9d_loop.optimizers.joined import JoinedOptimizer
+from d9d_loop.optimizers.joined import parts_of
 
 
 def takes_gate(optimizer: Optimizer) -> bool:
@@ -25,7 +25,7 @@ def takes_gate(optimizer: Optimizer) -> bool:
             getattr(part, "_step_supports_amp_scaling", False)
             and all(group.get("fused", True) for group in part.param_groups)
         )
-        for part in _parts(optimizer)
+        for part in parts_of(optimizer)
     )
 
 
@@ -36,7 +36,7 @@ def gated(optimizer: Optimizer, gate: Tensor) -> Generator[None]:
     The optimizer must satisfy `takes_gate`. Parameters and state keep their values, even if gradients are non-finite.
     """
     with ExitStack() as stack:
-        for part in _parts(optimizer):
+        for part in parts_of(optimizer):
             if isinstance(part, GroupwiseOptimizer):
                 part.gate = gate
                 stack.callback(setattr, part, "gate", None)
@@ -77,18 +77,11 @@ def run_step(optimizer: Optimizer) -> None:
 
 def uncount_step(optimizer: Optimizer) -> None:
     """Undo the host's step count of the last step, which the gate skipped."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if isinstance(part, GroupwiseOptimizer):
             part.uncount_step()
 
 
 def counts_steps(optimizer: Optimizer) -> bool:
     """Return True if `uncount_step` must be called after a skipped step, before the next one."""
-    return any(isinstance(part, GroupwiseOptimizer) and part.counts_steps for part in _parts(optimizer))
-
-
-def _parts(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers of a `JoinedOptimizer`, at any depth; another optimizer is its only part."""
-    if isinstance(optimizer, JoinedOptimizer):
-        return [part for each in optimizer.optimizers for part in _parts(each)]
-    return [optimizer]
+    return any(isinstance(part, GroupwiseOptimizer) and part.counts_steps for part in parts_of(optimizer))

@@ -17,10 +17,12 @@ class GroupwiseOptimizer(Optimizer, ABC):
 
     Attributes:
         counts_steps: True if the host counts the steps, so that a step that the gate skipped must be uncounted.
+        takes_wide_gradients: True if gradients may have a wider dtype than their parameters.
         gate: 0-dim tensor on the device: 1 skips the steps, without host-device synchronization; `None` for no gate.
     """
 
     counts_steps: ClassVar[bool] = False
+    takes_wide_gradients: ClassVar[bool] = False
     gate: Tensor | None = None
     _restore_counts: Sequence[Callable[[], object]] = ()
 

@@ -71,3 +71,10 @@ class JoinedOptimizer(Optimizer):
         self.state = state
         for optimizer in self.optimizers:
             optimizer.state = state
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers of a `JoinedOptimizer`, at any depth; another optimizer is its only part."""
+    if isinstance(optimizer, JoinedOptimizer):
+        return [part for each in optimizer.optimizers for part in parts_of(each)]
+    return [optimizer]

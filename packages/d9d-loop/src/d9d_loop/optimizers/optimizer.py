@@ -155,7 +155,7 @@ class OptimizerSettings(Section, ABC):
         The highest rate comes first. An override of the weight decay also applies to vectors.
         """
         if self.only_matrices and (wrong := [each for each in members if each.role != "matrix"]):
-            raise UserError(_explain_matrices(wrong))
+            raise UserError(_explain_matrices(wrong, self))
         decays_all = self.decays == "all" or weight_decay is not None
         lr = self.learning_rate if learning_rate is None else learning_rate
         decay = self.weight_decay if weight_decay is None else weight_decay
@@ -409,11 +409,11 @@ def assign(members: list[Member], groups: Sequence[GroupConfig], *, whole: bool 
     return found
 
 
-def _explain_matrices(wrong: list[Member]) -> str:
+def _explain_matrices(wrong: list[Member], config: OptimizerSettings) -> str:
     shown = shorten(f"{name} {list(parameter.shape)}" for name, parameter, *_ in wrong)
     return (
-        f"Muon updates matrices, but got {shown}, which are no matrices. Use another optimizer for them: "
-        '[[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
+        f"{type(config).__name__.removesuffix('Config')} updates matrices, but got {shown}, which are no matrices. Use "
+        'another optimizer for them: [[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
     )
 
 

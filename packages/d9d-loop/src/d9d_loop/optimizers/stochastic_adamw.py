@@ -38,6 +38,7 @@ class StochasticAdamW(GroupwiseOptimizer):
     """
 
     counts_steps = True
+    takes_wide_gradients = True
 
     def __init__(
         self,

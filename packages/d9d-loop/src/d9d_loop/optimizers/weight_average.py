@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import UserError, canonical_name, local_tensor
+from d9d_loop.optimizers.averaging import Averaging
 from d9d_loop.optimizers.ema import Ema
-from d9d_loop.optimizers.joined import JoinedOptimizer
-from d9d_loop.optimizers.schedule_free import ScheduleFreeAdamW
+from d9d_loop.optimizers.joined import parts_of
 
 
 @final
@@ -93,10 +93,9 @@ def average_of(model: nn.Module, optimizer: Optimizer, config: Ema | None) -> We
     """
     if config is None:
         return None
-    parts = optimizer.optimizers if isinstance(optimizer, JoinedOptimizer) else [optimizer]
-    if any(isinstance(each, ScheduleFreeAdamW) for each in parts):
+    if own := [type(each).__name__ for each in parts_of(optimizer) if isinstance(each, Averaging)]:
         raise UserError(
-            "got average = Ema(...) with schedule_free_adamw, which averages the weights itself; expected one average. "
-            "Remove the average, or choose another optimizer."
+            f"got average = Ema(...) with {own[0]}, which averages the weights itself; expected one average. Remove "
+            "the average, or choose another optimizer."
         )
     return WeightAverage(model, config)
