@@ -3,7 +3,7 @@
 torch's `checkpoint` restores torch's default generators alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
@@ -20,24 +20,30 @@ from d9d_dist.values.seeds import HostRandom
 def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) -> None:
     """Make a module recompute its activations in backward, in place, with the buffers that its forward had.
 
-    It draws the same numbers of Python, NumPy, torch and of a `torch.Generator` in an attribute. Buffers are copied
+    It draws the same numbers of Python, NumPy, torch and of each `torch.Generator` in an attribute. Buffers are copied
     before each forward; copies of large ones that it does not write are dropped after it. Module hooks, including
     FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of torch's `checkpoint`.
     """
-    module.forward = partial(_checkpointed, module, module.forward, contexts)
+    attributes = (each for part in module.modules() for each in vars(part).values())
+    generators = [each for each in attributes if isinstance(each, torch.Generator)]
+    module.forward = partial(_checkpointed, module, module.forward, contexts, partial(_RandomStates, generators))
 
 
 # torch.compile skips modules whose forward is torch.utils.checkpoint.checkpoint itself.
-def _checkpointed(module: nn.Module, forward: Any, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(module: nn.Module, forward: Any, contexts: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # compiled code writes buffers once
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    return checkpoint(_repeatable(module, forward, *contexts()), *args, use_reentrant=False, **kwargs)
+    return checkpoint(_repeatable(module, forward, states, *contexts()), *args, use_reentrant=False, **kwargs)
 
 
 def _repeatable(
-    module: nn.Module, forward: Any, first: AbstractContextManager[Any], again: AbstractContextManager[Any]
+    module: nn.Module,
+    forward: Any,
+    states: Callable[[], "_RandomStates"],
+    first: AbstractContextManager[Any],
+    again: AbstractContextManager[Any],
 ) -> Callable[..., Any]:
     """Return a function that runs a forward, and in later calls repeats it without effect on buffers and generators.
 
@@ -45,7 +51,7 @@ def _repeatable(
     """
     start: BufferValues | None = None
     written: list[Slot] = []
-    random = _RandomStates(module)
+    random = states()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal start, written
@@ -55,7 +61,7 @@ def _repeatable(
                 outputs = forward(*args, **kwargs)
             written = start.end_forward()
             return outputs
-        now, buffers, random_now = BufferValues(module), [slot.get() for slot in written], _RandomStates(module)
+        now, buffers, random_now = BufferValues(module), [slot.get() for slot in written], states()
         start.restore()
         random.restore()
         for slot in written:  # the graph keeps the values of this forward
@@ -76,10 +82,9 @@ def _repeatable(
 class _RandomStates:
     """States of the generators that torch's `checkpoint` does not restore."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._host = HostRandom.now()
-        attributes = (each for part in module.modules() for each in vars(part).values())
-        self._own = [(each, each.get_state()) for each in attributes if isinstance(each, torch.Generator)]
+        self._own = [(each, each.get_state()) for each in generators]
 
     def restore(self) -> None:
         """Set the generators to these states."""
