@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from d9d_dist import UserError
@@ -34,8 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{', '.join(hardware_names())} or a TOML file."
             )
         hardware = Hardware.load(options.hardware)  # before the import of torch
-        trainer, _ = read_job(rest, world_size=options.world_size)
-        plan = planning.plan_cluster(trainer, world_size=options.world_size, hardware=hardware, search=options.search)
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # the job's own messages are no JSON
+            trainer, _ = read_job(rest, world_size=options.world_size)
+            plan = planning.plan_cluster(
+                trainer, world_size=options.world_size, hardware=hardware, search=options.search
+            )
         if options.html is not None:
             from d9d_loop.planning.html_report import write_html  # noqa: PLC0415 - imports torch
 

@@ -3,7 +3,9 @@
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -133,16 +135,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.length < 1 or (options.limit is not None and options.limit < 1):
         raise UserError(f"--length {options.length}, --limit {options.limit}; expected at least 1.")
     device = choose_device(options.device)
-    if options.tasks is not None:
-        print(json.dumps(_run_tasks(options, device), default=str))
-        return
+    with redirect_stdout(sys.stderr):  # messages of other code are no JSON
+        found = _run_tasks(options, device) if options.tasks is not None else _score(options, device)
+    print(json.dumps(found, default=str))
+
+
+def _score(options: argparse.Namespace, device: "torch.device") -> dict[str, object]:
     texts = list(islice(data.TextFiles([options.data], field=options.field), options.limit))
     if not texts:
         raise UserError(f"{options.data} contains no text; expected at least one document.")
     result = results.load_result(options.path, device=device, base=options.base, weights=options.base_weights)
     length = min(options.length, result.max_context or options.length)
     score = score_texts(result, texts, length=length)
-    figures = {
+    return {
         "model": str(result.adapted or result.folder),
         "data": str(options.data),
         "loss": score.loss,
@@ -153,7 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "documents": len(texts),
         "length": length,
     }
-    print(json.dumps(figures))
 
 
 def _run_tasks(options: argparse.Namespace, device: "torch.device") -> dict[str, object]:
