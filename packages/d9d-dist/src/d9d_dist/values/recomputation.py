@@ -34,7 +34,8 @@ def _checkpointed(module: nn.Module, forward: Any, contexts: Any, states: Any, *
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # compiled code writes buffers once
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        options: Any = {} if contexts is noop_context_fn else {"context_fn": contexts}
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
     return checkpoint(_repeatable(module, forward, states, *contexts()), *args, use_reentrant=False, **kwargs)
 
 
