@@ -15,6 +15,7 @@ from d9d_dist import (
     parallelize_tensor,
 )
 from d9d_dist.testing import run_ranks
+from d9d_dist.values.recomputation import recompute
 from d9d_moe import GroupedLinear
 from d9d_peft import (
     DoRA,
@@ -127,6 +128,36 @@ def test_fully_tuned_parameters_need_their_original_values() -> None:
     with adapters_off(model, originals):
         assert torch.equal(model(X), base()(X))
     assert torch.equal(model(X), before)
+
+
+def test_the_reference_has_the_original_running_statistics_of_tuned_modules() -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12)).double()
+    inject(Stack(LoRA("0"), FullTune("1")), model)
+    originals, expected = original_weights(model), model.eval()(X).detach()
+    model.train()(X).square().sum().backward()
+    trained = model.eval()(X)
+    assert not torch.allclose(trained, expected)
+    with adapters_off(model, originals):
+        assert torch.equal(model(X), expected)
+        model.train()(X)
+    assert torch.equal(model.eval()(X), trained)
+
+
+def test_recomputed_layers_compute_with_the_adapters_of_their_forward() -> None:
+    gradients: list[list[Tensor]] = []
+    for recomputes in (True, False):
+        model = base()
+        for adapter in ("default", "reward"):
+            inject(LoRA("0|2", rank=2), model, adapter=adapter)
+        change_adapters(model)
+        if recomputes:
+            recompute(model)
+        with use_adapter(model, "reward"):
+            loss = model(X).square().sum()
+        loss.backward()
+        gradients.append([each.grad for each in model.parameters() if each.grad is not None])
+    assert len(gradients[0]) == 4
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 def test_originals_of_a_model_without_tuned_parameters_are_refused() -> None:

@@ -148,3 +148,31 @@ def test_random_numbers_and_gradients_are_those_without_recomputation() -> None:
         results.append([*gradients, *map(torch.as_tensor, after)])
     assert len(results[0]) == 6 * 2 + 4
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+class _Anneals(nn.Module):
+    """Block with a number that each forward changes, and with dropout."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.dropout, self.scale = nn.Linear(3, 3).double(), nn.Dropout(0.5), 1.0
+        if recomputes:
+            recompute(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale *= 0.5
+        return x + torch.tanh(self.dropout(self.linear(x)) * self.scale)
+
+
+def test_numbers_and_modes_of_a_later_forward_do_not_change_gradients() -> None:
+    results: list[list[Any]] = []
+    for recomputes in (True, False):
+        block = _Anneals(recomputes=recomputes)
+        outputs = [block(torch.full((2, 3), value).double()) for value in (0.5, 2.0)]
+        block.eval()
+        for output in outputs:
+            output.square().sum().backward()
+        results.append([block.scale, block.training, *(each.grad for each in block.parameters())])
+    assert results[0][:2] == results[1][:2] == [0.25, False]
+    torch.testing.assert_close(*(each[2:] for each in results), rtol=0, atol=0)

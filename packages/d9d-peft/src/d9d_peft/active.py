@@ -1,7 +1,7 @@
 """Selection of a model's active adapters: the adapters of one name, or none for the reference model."""
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
 
     Args:
         model: The model, or this rank's pipeline stages of it, in any layout.
-        originals: Original values of the trained parameters that no adapter owns (`FullTune`), from
-            `original_weights`. The model has these values inside the context, and its own values again after it.
+        originals: Original values of the trained parameters that no adapter owns (`FullTune`) and of the buffers of
+            their modules, from `original_weights`. The model has these values inside the context, and its own again
+            after it.
 
     Raises:
         UserError: If `originals` does not hold exactly the trained parameters that no adapter owns: the model without
@@ -37,7 +38,7 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
             f"trained without an adapter: {shorten(list(tuned))}. Pass originals=original_weights(model), called "
             "before training."
         )
-    with _only(model, None), _values(model, originals):
+    with _only(model, None), _values(model, originals) if originals else nullcontext():
         yield
 
 
@@ -68,19 +69,24 @@ def use_adapter(model: nn.Module, adapter: str) -> Generator[None]:
 def original_weights(model: nn.Module) -> dict[str, Tensor]:
     """Copy this rank's parts of the trained parameters that no adapter owns, for `adapters_off`. No collectives.
 
-    Call this function before training, with the original weights loaded. The result is empty if all trained parameters
-    are in adapters.
+    The buffers of their modules, such as running statistics, are copied too. Call this function before training, with
+    the original weights loaded. The result is empty if all trained parameters are in adapters.
     """
-    return {name: local_tensor(parameter.detach()).clone() for name, parameter in _tuned(model).items()}
+    return {name: local_tensor(each.detach()).clone() for name, each in _tuned(model).items()}
 
 
-def _tuned(model: nn.Module) -> dict[str, nn.Parameter]:
+def _tuned(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters that no adapter owns, and the buffers of their modules."""
     owned = adapter_parameters(model)
-    return {
+    tuned = {
         canonical_name(name): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) not in owned
     }
+    ids = set(map(id, tuned.values()))
+    holders = [(name, each) for name, each in model.named_modules() if ids & set(map(id, each._parameters.values()))]
+    buffers = {f"{name}.{key}".lstrip("."): value for name, each in holders for key, value in each._buffers.items()}
+    return {**tuned, **{canonical_name(name): each for name, each in buffers.items() if each is not None}}
 
 
 @contextmanager
@@ -98,10 +104,7 @@ def _only(model: nn.Module, child: str | None) -> Generator[None]:
 
 @contextmanager
 def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
-    """Replace the values of parameters inside the context, in place."""
-    if not values:
-        yield
-        return
+    """Replace the values of parameters and buffers inside the context, in place."""
     free_all_gathered(model)
     parameters = _tuned(model)  # the sharded parameters, which FSDP replaces by gathered ones during forward
     own = {name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()}
@@ -114,6 +117,6 @@ def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
 
 
 @torch.no_grad()
-def _copy(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+def _copy(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         local_tensor(parameter).copy_(values[name])

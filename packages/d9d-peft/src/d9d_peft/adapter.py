@@ -73,8 +73,7 @@ def attach(adapter: Adapter, layer: nn.Module, name: str = DEFAULT_ADAPTER) -> N
     has_adapters = bool(adapters_of(layer))
     if adapter.training != layer.training:
         adapter.train(layer.training)
-    if has_adapters:
-        adapter.is_active = False
+    adapter.is_active = not has_adapters
     layer.add_module(child_name(name), adapter)
     if not has_adapters:
         # The instance attribute shadows the class's forward. The adapter is called as a module, so its hooks run.

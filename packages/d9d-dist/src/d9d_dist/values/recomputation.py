@@ -1,36 +1,39 @@
-"""Activation checkpointing that repeats a forward exactly: with its buffers, which change once, and its random numbers.
+"""Activation checkpointing that repeats a forward exactly: with its buffers, attributes and random numbers.
 
-torch's `checkpoint` restores torch's default generators alone.
+torch's `checkpoint` restores torch's default generators alone. Buffers and attributes change once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from d9d_dist.values._model_tensors import Slot
 from d9d_dist.values.buffer_values import BufferValues
 from d9d_dist.values.seeds import HostRandom
 
+_PLAIN = (bool, int, float, str, type(None))
+
 
 def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) -> None:
     """Make a module recompute its activations in backward, in place, with the buffers that its forward had.
 
-    It draws the same numbers of Python, NumPy, torch and of each `torch.Generator` in an attribute. Buffers are copied
+    It draws the same numbers of Python, NumPy, torch and of each `torch.Generator` in an attribute. Attributes that are
+    numbers, flags or texts, such as the mode or the active adapter, have the values of forward. Buffers are copied
     before each forward; copies of large ones that it does not write are dropped after it. Module hooks, including
     FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of torch's `checkpoint`.
     """
-    attributes = (each for part in module.modules() for each in vars(part).values())
-    generators = [each for each in attributes if isinstance(each, torch.Generator)]
-    module.forward = partial(_checkpointed, module, module.forward, contexts, partial(_RandomStates, generators))
+    module.forward = partial(_checkpointed, module, module.forward, contexts, _States(module))
 
 
 # torch.compile skips modules whose forward is torch.utils.checkpoint.checkpoint itself.
-def _checkpointed(module: nn.Module, forward: Any, contexts: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(
+    module: nn.Module, forward: Any, contexts: Callable[[], Any], states: "_States", *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # compiled code writes buffers once
@@ -42,17 +45,17 @@ def _checkpointed(module: nn.Module, forward: Any, contexts: Any, states: Any, *
 def _repeatable(
     module: nn.Module,
     forward: Any,
-    states: Callable[[], "_RandomStates"],
+    states: "_States",
     first: AbstractContextManager[Any],
     again: AbstractContextManager[Any],
 ) -> Callable[..., Any]:
-    """Return a function that runs a forward, and in later calls repeats it without effect on buffers and generators.
+    """Return a function that runs a forward, and in later calls repeats it without effect on the state of the module.
 
     The copies of buffers are made outside of the contexts of the first call and of the later calls.
     """
     start: BufferValues | None = None
     written: list[Slot] = []
-    random = states()
+    begin = states.now()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal start, written
@@ -62,9 +65,9 @@ def _repeatable(
                 outputs = forward(*args, **kwargs)
             written = start.end_forward()
             return outputs
-        now, buffers, random_now = BufferValues(module), [slot.get() for slot in written], states()
+        now, buffers, other = BufferValues(module), [slot.get() for slot in written], states.now()
         start.restore()
-        random.restore()
+        states.restore(begin)
         for slot in written:  # the graph keeps the values of this forward
             slot.put(getattr(slot.module, slot.name).clone())
         try:
@@ -74,21 +77,39 @@ def _repeatable(
             for slot, buffer in zip(written, buffers, strict=True):
                 slot.module._buffers[slot.name] = buffer
             now.restore()
-            random_now.restore()
+            states.restore(other)
 
     return run
 
 
 @final
-class _RandomStates:
-    """States of the generators that torch's `checkpoint` does not restore."""
+class _States:
+    """Generators and plain attributes of a module and its parts, as they are at the first forward."""
 
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._host = HostRandom.now()
-        self._own = [(each, each.get_state()) for each in generators]
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
 
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        self._host.restore()
-        for generator, state in self._own:
+    @cached_property
+    def _generators(self) -> list[torch.Generator]:
+        held = (each for part in self._module.modules() for each in vars(part).values())
+        return [each for each in held if isinstance(each, torch.Generator)]
+
+    @cached_property
+    def _attributes(self) -> list[tuple[dict[str, Any], str]]:
+        held = ((vars(part), key) for part in self._module.modules() for key in vars(part))
+        return [(attributes, key) for attributes, key in held if isinstance(attributes[key], _PLAIN)]
+
+    def now(self) -> tuple[HostRandom, list[Tensor], list[Any]]:
+        """Return the current states, also of Python's and NumPy's generators."""
+        own = [each.get_state() for each in self._generators]
+        return HostRandom.now(), own, [attributes.get(key) for attributes, key in self._attributes]
+
+    def restore(self, states: tuple[HostRandom, list[Tensor], list[Any]]) -> None:
+        """Set generators and attributes to earlier states."""
+        host, own, values = states
+        host.restore()
+        for generator, state in zip(self._generators, own, strict=True):
             generator.set_state(state)
+        for (attributes, key), value in zip(self._attributes, values, strict=True):
+            if attributes.get(key) is not value:
+                attributes[key] = value
