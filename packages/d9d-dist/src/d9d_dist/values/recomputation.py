@@ -106,10 +106,9 @@ class _States:
 
     def restore(self, states: tuple[HostRandom, list[Tensor], list[Any]]) -> None:
         """Set generators and attributes to earlier states."""
-        host, own, values = states
-        host.restore()
-        for generator, state in zip(self._generators, own, strict=True):
+        states[0].restore()
+        for generator, state in zip(self._generators, states[1], strict=True):
             generator.set_state(state)
-        for (attributes, key), value in zip(self._attributes, values, strict=True):
+        for (attributes, key), value in zip(self._attributes, states[2], strict=True):
             if attributes.get(key) is not value:
                 attributes[key] = value
