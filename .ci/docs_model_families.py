@@ -10,35 +10,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "integration_tests"), str(ROOT / "examples")]
 
 import test_sparse_family_rows  # noqa: E402
+from family_rows import DENSE, SPARSE  # noqa: E402
 from oracle import GRIDS, cells, parse_cell  # noqa: E402
 from oracle_grid import DEGREES  # noqa: E402
 
 from d9d_modules import GroupedQueryParams, HuggingFaceFamily  # noqa: E402
 from d9d_modules.models.pretrained import known_families  # noqa: E402
-
-DENSE_ROWS = {
-    "llama": "llama3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "mistral": "mistral",
-    "modernbert": "modernbert",
-    "glm4": "glm4",
-    "gemma3_text": "gemma3",
-    "qwen3_moe": "moe",
-}
-"""Models of the oracle's grids by the `model_type` of their family."""
-
-SPARSE_ROWS = {
-    "deepseek_v3": "deepseek",
-    "glm4_moe": "glm",
-    "glm4_moe_lite": "deepseek",
-    "gpt_oss": "gpt_oss",
-    "kimi_k2": "deepseek",
-    "qwen3_5_moe_text": "qwen3_5",
-    "qwen3_5_text": "qwen3_5_dense",
-    "qwen3_next": "qwen3_next",
-}
-"""Families of `test_sparse_family_rows.py`; GLM-4.7-Flash and Kimi K2 have the model of DeepSeek-V3."""
 
 QUANTIZED = {
     "deepseek_v3": "FP8 blocks",
@@ -106,12 +83,12 @@ def _axes(found: list[str]) -> str:
 
 def row(name: str, family: HuggingFaceFamily[Any]) -> str:
     """Return the row of a family in the table."""
-    if (model := DENSE_ROWS.get(name)) is not None:
+    if (model := DENSE.get(family.params)) is not None:
         provider: Any = parse_cell(model).experiment.model
         params, proven = getattr(provider, "moe", None) or provider.params, layouts(model)
     else:
-        params = test_sparse_family_rows.family_params(SPARSE_ROWS[name], 4)
-        proven = sparse_layouts(SPARSE_ROWS[name])
+        model = SPARSE[family.params]
+        params, proven = test_sparse_family_rows.family_params(model, 4), sparse_layouts(model)
     has_mtp = any("mtp" in pattern or "{num_layers}" in pattern for pattern in family.unused)
     head = "masked language model" if family.architecture.endswith("MaskedLM") else "language model"
     heads = f"{head}, classification, embedding, several{', MTP' if has_mtp else ''}"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mkdocs.structure.files import File, Files
 
@@ -21,6 +21,11 @@ from test_peft_rows import ROWS as PEFT_ROWS  # noqa: E402
 from test_pipeline_rows import KINDS  # noqa: E402
 from test_pipeline_rows import LAYOUTS as PIPELINE_LAYOUTS  # noqa: E402
 
+from d9d_dist import ContextMethod  # noqa: E402
+from d9d_loop.jobs.job_config import AdapterConfig  # noqa: E402
+
+ADAPTERS = get_args(AdapterConfig.model_fields["kind"].annotation)
+
 LAYOUTS = {
     "dp_replicate": "replicated data",
     "dp_shard": "sharded data (FSDP)",
@@ -31,16 +36,8 @@ LAYOUTS = {
     "pp": "pipeline",
 }
 OPTIONS = {
-    "method=all_gather": "context by all-gather",
-    "method=all_to_all": "context by all-to-all",
-    "method=ring": "context by ring",
-    "schedule=1f1b": "1F1B",
-    "schedule=gpipe": "GPipe",
-    "schedule=looped_bfs": "looped breadth first",
-    "schedule=interleaved_1f1b": "interleaved 1F1B",
-    "schedule=zb1p": "ZB1P",
-    "schedule=zbv": "ZB-V",
-    "schedule=dualpipev": "DualPipeV",
+    **{f"method={name}": f"context by {name.replace('_', '-')}" for name in get_args(ContextMethod)},
+    **{f"schedule={kind}": f"`{kind}`" for kind in KINDS},
     "microbatch": "gradient accumulation",
     "checkpointing=full": "full recomputation",
     "checkpointing=selective": "selective recomputation",
@@ -50,8 +47,7 @@ OPTIONS = {
     "window": "sliding window",
     "rope": "scaled rotary positions",
     "moe": "mixture of experts",
-    "lora": "LoRA",
-    "dora": "DoRA",
+    **{kind: f"`{kind}`" for kind in ADAPTERS},
     "classifier": "classification head",
     "embedder": "embedding head",
     "heads": "several heads",
@@ -113,9 +109,8 @@ def rows() -> Iterator[frozenset[str]]:
     for row in MOE_ROWS:
         yield features([*_layout(row.layout), ("checkpointing", row.checkpointing)]) | {"moe"}
     for method, layout in PEFT_ROWS:
-        moe = {"moe", "lora"} if method == "experts" else {"lora"} if method == "lora" else set()
-        found: frozenset[str] = features(_layout(layout)) | moe
-        yield found | {"dora"} if method == "dora" else found
+        of_experts = {"experts": {"moe", "lora"}, "dora experts": {"moe", "dora"}}
+        yield features(_layout(layout)) | of_experts.get(method, {method} & {*ADAPTERS})
 
 
 def _layout(layout: str) -> list[tuple[str, str]]:
@@ -148,7 +143,7 @@ def state(pair: frozenset[str], proven: set[frozenset[str]], impossible: set[fro
         return "proven"
     if pair in impossible:
         return "error"
-    if len(set(kinds)) < len(kinds) or len(pair & models) == len(pair) or (pair & {"lora"} and pair & {"dora"}):
+    if len(set(kinds)) < len(kinds) or len(pair & models) == len(pair) or pair <= {*ADAPTERS}:
         return ""
     if all(kind in pipelines for kind in kinds) or all(kind in contexts for kind in kinds):
         return ""

@@ -119,7 +119,8 @@ class DecoderProvider(ModelProvider):
             "encoder_classifier": encoder,
         }
         qwen3 = partial(Qwen3Params, **sizes, sliding_window=self.window, sliding_layers=windows)
-        return families.get(self.model, qwen3)()
+        families |= dict.fromkeys(("qwen3", "classifier", "embedder", "heads", *BLOCKS), qwen3)
+        return families[self.model]()
 
     def build(self, stage: StageInfo) -> nn.Module:
         match self.model:

@@ -114,8 +114,10 @@ def family_params(family: str, num_layers: int) -> DecoderParams:
             return GptOssParams(**sizes, intermediate_size=8, swiglu_limit=0.5, **window)
         case "qwen3_next":
             return Qwen3NextParams(**sizes, **HYBRID, full_layers=full)
-        case _:
+        case "qwen3_5":
             return Qwen35MoeParams(**sizes, **HYBRID, full_layers=full)
+        case _:
+            raise ValueError(f"no hyperparameters of {family}")
 
 
 @final

@@ -16,10 +16,8 @@ from d9d_dist.testing import KeepFloat64, assert_trees_close
 from d9d_modules import (
     GEMMA3,
     GLM4,
-    LLAMA3,
     MISTRAL,
     MODERNBERT,
-    QWEN2,
     QWEN3,
     DecoderForCausalLM,
     GroupedQueryParams,
@@ -30,11 +28,14 @@ from d9d_modules import (
     YarnScaling,
 )
 from d9d_modules.compiling import compile_layers
+from d9d_modules.models import pretrained
+from d9d_modules.models.hybrid import HybridParams
 from d9d_modules.models.pretrained import known_families
 from d9d_state import StateMapper, load_model_state, save_model_state
 
+# Families of hybrids are compared in `test_sparse_families.py` of d9d-moe.
 FAMILIES: dict[str, HuggingFaceFamily[Any]] = {
-    family.model_type: family for family in (GEMMA3, GLM4, LLAMA3, MISTRAL, MODERNBERT, QWEN2, QWEN3)
+    family.model_type: family for family in pretrained.FAMILIES if not issubclass(family.params, HybridParams)
 }
 SCALINGS = (
     None,
@@ -52,7 +53,7 @@ def draw_params(family: HuggingFaceFamily[Any], seed: int) -> Any:
     num_heads = num_kv_heads * draw.randint(1, 3)
     head_dim = 2 * draw.randint(2, 8)
     chosen: dict[str, Any] = {}
-    has_windows = family.model_type in {"mistral", "modernbert", "qwen2", "qwen3", "gemma3_text"} and seed % 2
+    has_windows = {"sliding_window", "local_attention"} & {*family.used} and seed % 2
     if has_windows:
         layers = range(num_layers)
         chosen["sliding_window"] = draw.randint(2, 6)

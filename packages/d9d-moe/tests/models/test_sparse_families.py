@@ -29,6 +29,7 @@ from d9d_modules import (
 )
 from d9d_modules.compiling import compile_layers
 from d9d_modules.models.decoder_mtp import mtp_from_hugging_face
+from d9d_modules.models.hybrid import HybridParams
 from d9d_modules.models.pretrained import known_families
 from d9d_moe import (
     DEEPSEEK_V3,
@@ -273,6 +274,12 @@ FAMILIES = {
 CASES = [
     pytest.param(name, seed, marks=[] if seed < 2 else [pytest.mark.full]) for name in FAMILIES for seed in range(12)
 ]
+
+
+def test_every_sparse_or_hybrid_family_is_compared() -> None:
+    compared = {each.files.model_type for each in FAMILIES.values()}
+    known = known_families().values()
+    assert {each.model_type for each in known if issubclass(each.params, SparseParams | HybridParams)} == compared
 
 
 def _build(name: str, seed: int) -> tuple[Family, Any, Any]:
