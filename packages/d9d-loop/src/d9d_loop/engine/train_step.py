@@ -74,7 +74,10 @@ class TrainStep:
         self._optimizer, self._task = optimizer, task
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._known = set(map(id, self._parameters))
-        takes_wide = _with_wide_gradients(optimizer)
+        wide = [
+            each for each in parts_of(optimizer) if isinstance(each, GroupwiseOptimizer) and each.takes_wide_gradients
+        ]
+        takes_wide = {each for part in wide for group in part.param_groups for each in group["params"]}
         self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype and each not in takes_wide]
         self._max_norm, self._ctx, self._events, self._guard = max_norm, ctx, events, guard
         self._average = average
@@ -359,12 +362,6 @@ def _zero_loss(outputs: Any) -> Tensor:
     if not leaves:
         raise UserError("no output of the model requires gradients; keep some parameters of the model trainable.")
     return sum((leaf * 0.0).sum() for leaf in leaves)
-
-
-def _with_wide_gradients(optimizer: Optimizer) -> set[Tensor]:
-    """Return the parameters whose optimizer takes gradients of another dtype."""
-    parts = [each for each in parts_of(optimizer) if isinstance(each, GroupwiseOptimizer) and each.takes_wide_gradients]
-    return {parameter for part in parts for group in part.param_groups for parameter in group["params"]}
 
 
 @contextmanager
