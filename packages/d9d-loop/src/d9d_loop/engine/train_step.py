@@ -74,11 +74,9 @@ class TrainStep:
         self._optimizer, self._task = optimizer, task
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._known = set(map(id, self._parameters))
-        wide = [
-            each for each in parts_of(optimizer) if isinstance(each, GroupwiseOptimizer) and each.takes_wide_gradients
-        ]
-        takes_wide = {each for part in wide for group in part.param_groups for each in group["params"]}
-        self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype and each not in takes_wide]
+        own = [each for each in parts_of(optimizer) if isinstance(each, GroupwiseOptimizer)]
+        wide = {p for part in own if part.takes_wide_gradients for group in part.param_groups for p in group["params"]}
+        self._wide = [each for each in self._parameters if grad_dtype_of(each) != each.dtype and each not in wide]
         self._max_norm, self._ctx, self._events, self._guard = max_norm, ctx, events, guard
         self._average = average
         self._splits = pipeline.program(num_microbatches).splits

@@ -155,7 +155,11 @@ class OptimizerSettings(Section, ABC):
         The highest rate comes first. An override of the weight decay also applies to vectors.
         """
         if self.only_matrices and (wrong := [each for each in members if each.role != "matrix"]):
-            raise UserError(_explain_matrices(wrong, self))
+            name, shown = type(self).__name__, shorten(f"{each.name} {list(each.parameter.shape)}" for each in wrong)
+            raise UserError(
+                f"{name.removesuffix('Config')} updates matrices, but got {shown}, which are no matrices. Use another "
+                'optimizer for them: [[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
+            )
         decays_all = self.decays == "all" or weight_decay is not None
         lr = self.learning_rate if learning_rate is None else learning_rate
         decay = self.weight_decay if weight_decay is None else weight_decay
@@ -407,14 +411,6 @@ def assign(members: list[Member], groups: Sequence[GroupConfig], *, whole: bool 
         if whole and not found[number]:
             raise UserError(_explain(members, group))
     return found
-
-
-def _explain_matrices(wrong: list[Member], config: OptimizerSettings) -> str:
-    shown = shorten(f"{name} {list(parameter.shape)}" for name, parameter, *_ in wrong)
-    return (
-        f"{type(config).__name__.removesuffix('Config')} updates matrices, but got {shown}, which are no matrices. Use "
-        'another optimizer for them: [[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
-    )
 
 
 def _explain(members: list[Member], group: GroupConfig) -> str:
