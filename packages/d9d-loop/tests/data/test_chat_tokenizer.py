@@ -246,6 +246,50 @@ def test_a_template_without_the_texts_of_answers_is_an_error(has_parts: bool) ->
         template.render(chat("a", "b")["messages"])
 
 
+def _with_blocks(answer: str) -> str:
+    """Return a template of ChatML with other answers; double square brackets are a block."""
+    answer = answer.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
+    answer = "{% if message.role == 'assistant' %}" + answer + "{% else %}"
+    return CHATML.replace("{{ message.content }}<|im_end|>", answer + "{{ message.content }}<|im_end|>{% endif %}")
+
+
+LAST = "{% if loop.last %}[[{{ message.content }}<|im_end|>]]{% else %}{{ message.content }}<|im_end|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        (LAST, ["d<|im_end|>"]),
+        ("(think)[[{{ message.content }}<|im_end|>]]", ["b<|im_end|>", "d<|im_end|>"]),
+        ("[[{{ message.content }}]](call)[[<|im_end|>]]", ["b", "<|im_end|>", "d", "<|im_end|>"]),
+        ("[[{% if 0 %}x{% endif %}]][[{{ message.content }}<|im_end|>]]", ["b<|im_end|>", "d<|im_end|>"]),
+    ],
+)
+def test_only_blocks_of_a_template_contribute_to_the_loss(answer: str, parts: list[str]) -> None:
+    """The mask is that of transformers."""
+    transformers = pytest.importorskip("transformers")
+    template, conversation = _with_blocks(answer), read_conversation(chat("a", "b", "c", "d"))
+    backend = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    found = ChatTokenizer(backend, ChatTemplate(template))(conversation)
+    expected = transformers.PreTrainedTokenizerFast(tokenizer_object=backend).apply_chat_template(
+        conversation.messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert (found.tokens, [*map(int, found.mask)]) == (expected["input_ids"], expected["assistant_masks"])
+    assert [found.text[start:stop] for start, stop in found.spans] == parts
+
+
+def test_the_header_of_an_answer_in_a_block_does_not_contribute_to_the_loss() -> None:
+    """As the template of SmolLM3 writes it."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}<|im_start|>assistant "
+        "{{ message.content }}<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>user "
+        "{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    tokens = chat_tokenizer(template)(read_conversation(chat("a", "b")))
+    assert _marked(tokens) == "<|im_start|>user a<|im_end|>\n<|im_start|>assistant ⟦b<|im_end|>⟧\n"
+
+
 @pytest.mark.parametrize(
     ("template", "sample", "message"),
     [
@@ -253,6 +297,17 @@ def test_a_template_without_the_texts_of_answers_is_an_error(has_parts: bool) ->
         (CHANGES, chat("a", "b", "c", "d"), r"not prefix-preserving: the messages after message 1 change its text"),
         (NO_STOP, chat("a", "b"), r"a turn ends with 'b\\n', which is not a special token"),
         (CHATML, chat("a"), r"no assistant message contributes to the loss"),
+        (_with_blocks("[[{{ message.content }}]]<|im_end|>"), chat("a", "b"), r"a turn ends with 'b', which is not a"),
+        (
+            CHATML.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"),
+            chat("a", "b"),
+            r"a turn ends with 'b'",
+        ),
+        (
+            "{% generation %}x{% endgeneration %}" + _with_blocks("[[{{ message.content }}<|im_end|>]]"),
+            chat("a", "b"),
+            r"a block {% generation %} is not in an answer; expected only answers",
+        ),
         (
             "{{ messages[-1].content }}<|im_end|>{% if add_generation_prompt %}",
             chat("a", "b"),
@@ -393,6 +448,7 @@ def test_masks_of_published_templates_equal_transformers() -> None:
                 )
             ]
             assert found.mask == mask[:length], name
+            assert ChatTokenizer(tokenizer, ChatTemplate(marking, special_tokens=TOKENS))(conversation) == found, name
             count += 1
     assert count > 8
 

@@ -416,11 +416,11 @@ def test_dropped_and_cut_pairs_are_counted(folder: Path, tmp_path: Path, capsys:
         ({"job": "dpo", "reward": {}}, "reward is set, but job = dpo; expected job = reward"),
         (
             {"job": "reward", "dataset": {"files": ["x"], "packing": True}},
-            "packing = true, but job = reward; expected sft, vision, dpo or pretrain",
+            "packing is set, but job = reward; expected job = sft, vision, dpo or pretrain",
         ),
         (
             {"job": "reward", "prompts": ["a"]},
-            "prompts are set, but job = reward; expected sft, vision, dpo or pretrain",
+            "prompts is set, but job = reward; expected job = sft, vision, dpo or pretrain",
         ),
     ],
 )

@@ -313,16 +313,25 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ({"prompts": ["a"]}, r"prompts are set, but there are no evaluation data; expected dataset.held_out"),
         (
             {"prompts": ["a"], "job": "classify"},
-            r"prompts are set, but job = classify; expected sft, vision, dpo or pretrain",
+            r"prompts is set, but job = classify; expected job = sft, vision, dpo or pretrain",
         ),
         (
             {"mesh": {"context_parallel_replicate": 2}, "job": "reward"},
             r"context_parallel_replicate = 2 is set, but job = reward; expected 1, or sft, vision, dpo or pretrain",
         ),
         ({"mesh": {"expert_parallel": 2}, "job": "embed"}, r"expert_parallel = 2 is set, but job = embed; expected 1"),
-        ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing = true, but job = classify"),
+        ({"job": "classify", "dataset": {"files": ["x"], "packing": True}}, r"packing is set, but job = classify"),
         ({"job": "embed", "dataset": {"files": ["x"], "too_long": "drop"}}, r"too_long = drop, but job = embed"),
         ({"job": "sft", "dataset": {"files": ["x"], "end_token": "x"}}, r"end_token is set, but job = sft"),
+        (
+            {"job": "sft", "dataset": {"files": ["x"], "text_field": "x"}},
+            r"text_field is set, but job = sft; expected job = pretrain or classify\. Remove dataset\.text_field",
+        ),
+        (
+            {"job": "pretrain", "dataset": {"files": ["x"], "label_field": "x"}},
+            r"label_field is set, but job = pretrain",
+        ),
+        ({"job": "embed", "dataset": {"files": ["x"], "date": "2025-01-02"}}, r"date is set, but job = embed"),
         ({"job": "pretrain", "dataset": {"files": ["x"], "too_long": "refuse"}}, r"job = pretrain splits long texts"),
         (
             {"model": {"folder": "x", "dtype": "bfloat16"}, "dataset": {"files": ["x"], "packing": True}},

@@ -458,7 +458,10 @@ def test_another_processor_is_other_data(model: Path, file: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": {"files": ["x"], "text_pairs": "joined"}}, "text_pairs = joined, but job = vision; expected chat"),
+        (
+            {"dataset": {"files": ["x"], "text_pairs": "joined"}},
+            "text_pairs is set, but job = vision; expected job = sft, dpo or reward",
+        ),
         ({"job": "sft", "dataset": {"files": ["x"], "broken_images": "drop"}}, "broken_images is set, but job = sft"),
         (
             {"job": "dpo", "dataset": {"files": ["x"], "broken_images": "drop", "packing": True}},

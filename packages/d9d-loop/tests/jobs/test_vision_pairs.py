@@ -256,7 +256,7 @@ def test_a_layout_that_images_do_not_support_is_an_error(released: dict[str, Any
     model, _ = _released(released, "qwen2_5_vl")
     data = {"files": [released["file"]], "length": 64, "text_pairs": "joined"}
     config = _config(model, released["file"], tmp_path, dataset=data)
-    with pytest.raises(UserError, match="text_pairs = joined, but job = vision; expected chat"):
+    with pytest.raises(UserError, match="text_pairs is set, but job = vision; expected job = sft, dpo or reward"):
         text_trainer(config)
 
 

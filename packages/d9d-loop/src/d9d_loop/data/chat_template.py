@@ -17,6 +17,8 @@ from d9d_loop.data.text_tokenizer import TEMPLATE_FOLDER, read_json, read_specia
 TRAINING_DATE = date(2024, 7, 26)
 """Date that `strftime_now` prints in training data. A clock would let ranks and resumed jobs render other texts."""
 
+_BLOCK, BLOCK_END = "endgeneration", "\ufdd0"  # the second one is no character of texts
+
 # Names of the thinking of a message, in the order of preference of transformers.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -38,7 +40,7 @@ class ChatTemplate:
     """Jinja template of conversations. Requires the extra `chat`.
 
     Its environment matches `PreTrainedTokenizerBase.apply_chat_template` of `transformers`: sandboxed, with
-    `raise_exception`, `strftime_now`, `tojson`, and the block `{% generation %}`, which is rendered as its contents.
+    `raise_exception`, `strftime_now`, `tojson`, and the block `{% generation %}`, which marks the labels of an answer.
 
     `special_tokens` are variables of the template, such as `{"bos_token": "<s>"}`. `strftime_now` formats `today`, at
     midnight, so that the text is a function of the messages. With `has_parts`, each content is a list of parts, as the
@@ -73,6 +75,7 @@ class ChatTemplate:
     def identity(self) -> str:
         """Return a digest of everything that determines the text, apart from the messages."""
         options = [sorted(self.special_tokens.items()), self.today.isoformat() if self.prints_date else ""]
+        options += ["blocks"] if _BLOCK in self.source else []
         return hashlib.sha256(f"{options}\0{self.source}".encode()).hexdigest()
 
     def _find_form(self, role: str) -> Callable[[Message], Message]:
@@ -115,9 +118,11 @@ class ChatTemplate:
         tools: list[Any] | None = None,
         add_generation_prompt: bool = False,
         options: Mapping[str, Any] | None = None,
+        marked: bool = False,
     ) -> str:
         """Render messages to text. With `add_generation_prompt`, append the header of an assistant message.
 
+        With `marked`, `BLOCK_END` is at both ends of each block, or of the whole text if the template has no block.
         `options` are further variables. A content gets the form that the template reads for its role: text or parts.
 
         Raises:
@@ -127,7 +132,7 @@ class ChatTemplate:
 
         formed = [self._form_of(str(each.get("role")))(each) for each in messages]
         try:
-            return self._compiled.render(
+            text = self._compiled.render(
                 messages=list(map(_with_reasoning, formed)),
                 tools=tools,
                 documents=None,
@@ -140,6 +145,8 @@ class ChatTemplate:
                 f"the chat template cannot render messages with the roles {roles or 'none'}: {error}. Change the "
                 "messages or the template."
             ) from None
+        end = "" if _BLOCK in self.source else BLOCK_END
+        return f"{end}{text}{end}" if marked else text.replace(BLOCK_END, "")
 
 
 def read_chat_template(
@@ -211,25 +218,25 @@ def _compile(source: str, today: date) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox  # noqa: PLC0415
 
     class Generation(Extension):
-        """Block that marks answers for `transformers`; its contents are rendered as they are."""
+        """Block that marks the labels of an answer."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            end = nodes.Output([nodes.TemplateData(BLOCK_END)], lineno=line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return [end, nodes.Scope(body, lineno=line), end]
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.combine(today, time()).strftime(pattern)
 
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = to_json
+    strftime_now = datetime.combine(today, time()).strftime
     functions: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
     try:
         return environment.from_string(source, globals=functions)

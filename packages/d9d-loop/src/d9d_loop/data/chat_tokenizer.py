@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
-from d9d_loop.data.chat_template import TRAINING_DATE, ChatTemplate, read_chat_template
+from d9d_loop.data.chat_template import BLOCK_END, TRAINING_DATE, ChatTemplate, read_chat_template
 from d9d_loop.data.conversation import ChatLabels, Conversation, TextPairs
 from d9d_loop.data.text_tokenizer import TextTokenizer, listed_ids, read_json, read_text_tokenizer
 
@@ -55,6 +55,7 @@ class ChatTokenizer:
       drop the thinking of earlier turns are accepted; the text and the loss do not contain the dropped thinking.
     - No token contains both the end of a prompt and the start of an answer.
     - A special token ends each turn, and contributes to the loss. Text after it, such as a newline, does not.
+    - If the template has blocks `{% generation %}`, only tokens of answers in a block contribute to the loss.
     - Some tokens contribute to the loss, and some do not.
 
     Args:
@@ -136,7 +137,8 @@ class ChatTokenizer:
                     "expected no system message. Write it into the prompt, or remove it."
                 )
             return self._joined(*(each["content"] for each in conversation.messages))
-        text = self.render(conversation)
+        marked = self._render(conversation, len(conversation.messages), marked=True)
+        text = marked.replace(BLOCK_END, "")
         if self._labels == "all":
             first = conversation.first_trained
             prompt = self._render(conversation, first, answer=True) if first else ""
@@ -147,16 +149,21 @@ class ChatTokenizer:
         encoding = self.text_tokenizer.encode_rendered(text)
         trained = [False] * len(encoding.ids)
         spans: list[Span] = []
-        for number, message in enumerate(conversation.messages):
-            if message["role"] != "assistant":
-                continue
-            span = self._turn(conversation, number, text, spans)
-            first, last = self._tokens_of(span, encoding, text, [*spans, span])
-            if number >= conversation.first_trained and message.get("weight", 1):
-                trained[first : last + 1] = [True] * (last + 1 - first)
-                spans.append((span[0], encoding.offsets[last][1]))
+        ends = [end.start() - number for number, end in enumerate(re.finditer(BLOCK_END, marked))]
+        unused = blocks = [each for each in zip(ends[::2], ends[1::2], strict=True) if each[0] < each[1]]
+        for number in [number for number, each in enumerate(conversation.messages) if each["role"] == "assistant"]:
+            start, stop = self._turn(conversation, number, text, spans)
+            unused = [(first, last) for first, last in unused if last <= start or stop <= first]
+            own = [(max(first, start), min(last, stop)) for first, last in blocks if start < last and first < stop]
+            for part in own:
+                first, last = self._tokens_of(part, encoding, text, [*spans, part], is_end=part == own[-1])
+                if number >= conversation.first_trained and conversation.messages[number].get("weight", 1):
+                    trained[first : last + 1] = [True] * (last + 1 - first)
+                    spans.append((part[0], encoding.offsets[last][1]))
         if not any(trained):
             _refuse("no assistant message contributes to the loss; expected one with a weight other than 0", text, [])
+        if unused:
+            _refuse("a block {% generation %} is not in an answer; expected only answers. Move it", text, unused)
         if all(trained):
             _refuse("every token contributes to the loss; expected a prompt, which does not", text, spans)
         length = len(trained) - trained[::-1].index(True)
@@ -181,14 +188,14 @@ class ChatTokenizer:
         """Return the token that ends an answer; raise `UserError` if the template does not end it with a token."""
         return self(_TURNS).tokens[-1]
 
-    def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False) -> str:
+    def _render(self, conversation: Conversation, num_messages: int, *, answer: bool = False, **more: bool) -> str:
         if conversation.is_split:
             raise UserError(
                 "a pair has texts without a prompt, which a chat template cannot render; expected a prompt. Set "
                 'dataset.text_pairs = "joined", which trains on the texts as they are, or write prompt, or messages.'
             )
         template = self._template if conversation.tools is None else self._tool_template
-        options: dict[str, Any] = {"tools": conversation.tools, "options": conversation.template_options}
+        options: dict[str, Any] = {"tools": conversation.tools, "options": conversation.template_options, **more}
         return template.render(conversation.messages[:num_messages], add_generation_prompt=answer, **options)
 
     def _turn(self, conversation: Conversation, number: int, text: str, spans: list[Span]) -> Span:
@@ -247,8 +254,8 @@ class ChatTokenizer:
         following = self._first_stop.match(text, stop)
         return None if following is None else following.end()
 
-    def _tokens_of(self, span: Span, encoding: Any, text: str, spans: list[Span]) -> tuple[int, int]:
-        """Return the indices of a turn's first token and of its stop token."""
+    def _tokens_of(self, span: Span, encoding: Any, text: str, spans: list[Span], *, is_end: bool) -> tuple[int, int]:
+        """Return the indices of a part's first token and of its stop token; of its last token unless it ends a turn."""
         start, stop = span
         last_stop, first = None, None
         for index, (begin, end) in enumerate(encoding.offsets):
@@ -261,7 +268,7 @@ class ChatTokenizer:
                 )
             if start <= begin and end <= stop and begin < end:
                 first = index if first is None else first
-                last_stop = index if encoding.ids[index] in self._stops else last_stop
+                last_stop = index if encoding.ids[index] in self._stops or not is_end else last_stop
         if first is None or last_stop is None or text[encoding.offsets[last_stop][1] : stop].strip():
             _refuse(
                 f"a turn ends with {text[start:stop][-40:]!r}, which is not a special token, so the model would not "

@@ -30,6 +30,21 @@ PACKED_JOBS: tuple[JobKind, ...] = ("sft", "vision", "dpo", "pretrain")
 OWN_JOBS = tuple(job for job in PACKED_JOBS if job != "vision")
 """Jobs whose packed rows need d9d's own model of the family."""
 
+_USED_BY: dict[str, tuple[JobKind, ...]] = {
+    "dataset.packing": PACKED_JOBS,
+    "dataset.labels": CHAT_JOBS,
+    "dataset.text_pairs": ("sft", "dpo", "reward"),
+    "dataset.date": CHAT_JOBS,
+    "dataset.end_token": ("pretrain",),
+    "dataset.text_field": ("pretrain", "classify"),
+    "dataset.label_field": ("classify",),
+    "prompts": GENERATING_JOBS,
+    "embedding": ("embed",),
+    "preference": ("dpo",),
+    "reward": ("reward",),
+}
+"""Jobs that use a key of the configuration, if not all do."""
+
 OnBroken: TypeAlias = Literal["refuse", "drop"]
 """Treatment of a sample whose image does not exist or cannot be decoded: an error, or the sample is skipped."""
 
@@ -249,9 +264,15 @@ class TextJobConfig(JobFileConfig):
         return self.dataset.packing and self.job in OWN_JOBS
 
     @model_validator(mode="after")
+    def _uses_what_is_set(self) -> Self:
+        for key, jobs in _USED_BY.items():
+            owner, name = (self.dataset if "." in key else self), key.rpartition(".")[2]
+            if self.job not in jobs and getattr(owner, name) != type(owner).model_fields[name].default:
+                raise ValueError(f"{key} is set, but job = {self.job}; expected job = {_or(jobs)}. Remove {key}")
+        return self
+
+    @model_validator(mode="after")
     def _has_what_packing_needs(self) -> Self:
-        if self.dataset.packing and self.job not in PACKED_JOBS:
-            raise ValueError(f"dataset.packing = true, but job = {self.job}; expected {_or(PACKED_JOBS)}. Remove it")
         if self.job not in GENERATING_JOBS:
             axes = ("expert_parallel", "context_parallel_shard", "context_parallel_replicate")
             split = [f"mesh.{axis} = {degree}" for axis in axes if (degree := getattr(self.mesh, axis)) != 1]
@@ -284,10 +305,6 @@ class TextJobConfig(JobFileConfig):
             return self
         if self.model.folder is None:
             raise ValueError("job = vision needs model.folder, a folder with a model and its processor. Set it")
-        if self.dataset.text_pairs != "chat":
-            raise ValueError(
-                f"dataset.text_pairs = {self.dataset.text_pairs}, but job = vision; expected chat. Remove it"
-            )
         return self
 
     @model_validator(mode="after")
@@ -299,21 +316,12 @@ class TextJobConfig(JobFileConfig):
             raise ValueError(
                 f"dataset.too_long = drop, but job = {self.job}; expected job = {_or(CHAT_JOBS)}, or truncate or refuse"
             )
-        for name in ("labels", "text_pairs"):
-            if self.job not in CHAT_JOBS and getattr(data, name) != TextDataConfig.model_fields[name].default:
-                raise ValueError(
-                    f"dataset.{name} is set, but job = {self.job}; expected job = {_or(CHAT_JOBS)}. Remove it"
-                )
-        if data.end_token is not None and self.job != "pretrain":
-            raise ValueError(f"dataset.end_token is set, but job = {self.job}; expected job = pretrain. Remove it")
         return self
 
     @model_validator(mode="after")
     def _has_what_prompts_need(self) -> Self:
         if not self.prompts:
             return self
-        if self.job not in GENERATING_JOBS:
-            raise ValueError(f"prompts are set, but job = {self.job}; expected {_or(GENERATING_JOBS)}. Remove them")
         if not (self.dataset.evaluation_files or self.dataset.held_out):
             raise ValueError(
                 "prompts are set, but there are no evaluation data; expected dataset.held_out or "
@@ -327,13 +335,6 @@ class TextJobConfig(JobFileConfig):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _has_only_sections_of_its_job(self) -> Self:
-        for name, job in (("embedding", "embed"), ("preference", "dpo"), ("reward", "reward")):
-            if getattr(self, name) is not None and self.job != job:
-                raise ValueError(f"{name} is set, but job = {self.job}; expected job = {job}. Remove {name}")
-        return self
-
 
 def _or(jobs: Sequence[str]) -> str:
-    return f"{', '.join(jobs[:-1])} or {jobs[-1]}"
+    return " or ".join(filter(None, (", ".join(jobs[:-1]), jobs[-1])))
