@@ -41,7 +41,7 @@ def test_kind_selects_the_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_rejects_an_unknown_kind() -> None:
     with pytest.raises(
         ValidationError,
-        match=r"tag 'paper' found using 'kind' does not match.*'jsonl', 'console', 'wandb', .*, 'prometheus'",
+        match=r"tag 'paper' found using 'kind' does not match.*'jsonl', .*, 'prometheus'",
     ):
         TRACKERS.validate_python([{"kind": "paper"}])
 
