@@ -17,14 +17,14 @@ _MAY_PASS = (errno.EROFS, errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDO
 
 
 def may_pass(error: OSError) -> bool:
-    """Return True for an error of a disk or mount, not of the user: a restart may help, so it is no `UserError`."""
+    """Return True for an error of a disk or mount, not of the user: a restart may help, so it is not a `UserError`."""
     return error.errno in _MAY_PASS
 
 
 class AddressInUseError(RuntimeError):
     """Failed start of a job: another process has the port of the job's store, such as an earlier job that still ends.
 
-    A restart may help, so it is no `UserError`. `d9d_loop.cli_main` prints it without a traceback, and exits with 1.
+    A restart may help, so it is not a `UserError`. `d9d_loop.cli_main` prints it without a traceback, and exits with 1.
     """
 
 

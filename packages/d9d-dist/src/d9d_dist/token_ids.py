@@ -10,7 +10,7 @@ def check_token_ids(ids: Tensor, vocab_size: int, *, what: str, ignored: int | N
     """Raise `UserError` if an id is neither in `range(vocab_size)` nor `ignored`. `ids` are integers of any shape.
 
     On an accelerator the check is asynchronous: no host-device synchronization; a later operation that synchronizes
-    raises the failure. `what` names the ids in the message. Raises `UserError` for ids that are no integers too.
+    raises the failure. `what` names the ids in the message. Also raises `UserError` for ids that are not integers.
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(f"got {what} of {ids.dtype}; expected integers. Convert them: ids.long().")

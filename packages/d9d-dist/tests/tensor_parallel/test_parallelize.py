@@ -244,7 +244,7 @@ def test_a_plan_that_does_not_match_the_model_is_refused(plan: dict[str, TensorS
         (
             {"norm": VocabParallelEmbedding()},
             "VocabParallelEmbedding got a _Norm; expected a torch.nn.Embedding with torch's own forward, because the "
-            "lookup is replaced. Do other computations in a module around it.",
+            "lookup is replaced. Put other computations into a wrapper module.",
         ),
         (
             {"blocks.0": ColumnParallel()},

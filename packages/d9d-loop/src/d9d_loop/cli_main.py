@@ -64,7 +64,7 @@ def cli_main() -> Generator[None]:
 
 
 def _user_error(message: str, *, everywhere: bool = False) -> SystemExit:
-    """Print a user error and return its exit, which a batch script of Slurm learns from a file.
+    """Print a user error and return the `SystemExit`; under Slurm, write the exit code to a file for the batch script.
 
     A launcher ends all ranks when the first has exited. So rank 0 gets the time to print what all ranks would print.
     """

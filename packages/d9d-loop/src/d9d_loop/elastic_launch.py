@@ -63,7 +63,7 @@ def launch(arguments: Sequence[str], add_options: Callable[[ArgumentParser], Non
         raise SystemExit(ends.exit_code()) from None
     except (DistNetworkError, RendezvousConnectionError) as error:
         print(_describe_network(options, error), file=sys.stderr)
-        raise SystemExit(ExitCode.EXCEPTION) from None  # the port may become free, and the other node may come up
+        raise SystemExit(ExitCode.EXCEPTION) from None  # a restart may find the port free, or the other node up
     except SignalException as received:
         drop_lost_terminal(descriptors)
         raise SystemExit(ends.exit_code(default=128 + received.sigval)) from None

@@ -60,7 +60,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 @final
 class QuickRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous with shorter waits and the settings of `torchs`; `host` is that of the store, for messages."""
+    """torch's rendezvous with shorter waits. `torchs` is torch's handler; `host` is the store's host, for messages."""
 
     def __init__(self, torchs: DynamicRendezvousHandler, backend: C10dRendezvousBackend, *, host: str) -> None:
         self.host = host

@@ -13,7 +13,7 @@ _VICTIMS = (ExitCode.PEER_LOST, -signal.SIGTERM)
 @final
 @dataclass(slots=True)
 class RankEnds:
-    """Ends of the ranks of a node.
+    """Exit codes of a node's ranks, and the first failure of the job.
 
     Attributes:
         codes: Exit code by global rank, in the order in which the agent saw the ranks end; negative for a signal.

@@ -188,7 +188,7 @@ class InferenceTask(BatchTask):
 
 @torch.no_grad()
 def with_reference(task: Task, outputs: Any, batch: Any) -> dict[str, Any]:
-    """Return a batch whose reference is the model itself: `outputs` are its own."""
+    """Return a batch with the model itself as reference: the reference values come from its own `outputs`."""
     own = {name: value.detach() for name, value in task.reference_values(outputs, batch).items()}
     return {**batch, **own}
 

@@ -21,7 +21,7 @@ def test_a_read_that_takes_long_is_named_and_not_stopped(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_SECONDS", 0.0)
     monkeypatch.setattr(slow_report, "print", show, raising=False)
     assert read_apart(lambda: printed.wait(60), num_workers=0, what="the training data") is True
-    assert lines == ["d9d: rank 0 has been reading the training data for 0 s, and waits for it."]
+    assert lines == ["d9d: rank 0 has been reading the training data for 0 s, and keeps waiting."]
 
 
 def test_a_short_read_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ ERRORS: dict[str, tuple[Callable[[Path], Any], str]] = {
         _bad_megatron("m.idx", lambda data: data[:20]),
         r"m.idx has 20 bytes, which is less than its header",
     ),
-    "no index": (_bad_megatron("m.idx", _set(0, "<B", 1)), r"m.idx is no index of version 1 of Megatron-LM"),
+    "no index": (_bad_megatron("m.idx", _set(0, "<B", 1)), r"m.idx is not a Megatron-LM index of version 1"),
     "floats": (_bad_megatron("m.idx", _set(17, "<B", 7)), r"has the dtype code 7; expected integers"),
     "multimodal": (_bad_megatron("m.idx", lambda data: data + bytes(COUNT)), r"stores a mode for each sequence"),
     "open end": (

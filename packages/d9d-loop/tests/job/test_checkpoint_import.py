@@ -103,7 +103,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         r"only the optimizer of the checkpoint updates 1.scale\n  only the optimizer of the job updates 1.bias",
     ),
     "step": (lambda c: c.update(global_step=4), r"it is of step 4, and the job has 4; expected an earlier step"),
-    "other weight": (lambda c: c["state_dict"].update(x=torch.ones(1)), r"has x, which the model has not"),
+    "other weight": (lambda c: c["state_dict"].update(x=torch.ones(1)), r"has x, which the model lacks"),
     "weight twice": (lambda c: c["state_dict"].update({"0.bias": torch.ones(4)}), r"has 0.bias, twice"),
     "no weight": (lambda c: c["state_dict"].pop("net.0.bias"), r"0.bias is None, expected \[4\]"),
     "shape": (

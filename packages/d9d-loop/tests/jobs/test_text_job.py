@@ -335,7 +335,7 @@ def test_a_prompt_must_be_shorter_than_a_sample(folder: Path, tmp_path: Path) ->
         ({"job": "pretrain", "dataset": {"files": ["x"], "too_long": "refuse"}}, r"job = pretrain splits long texts"),
         (
             {"model": {"folder": "x", "dtype": "bfloat16"}, "dataset": {"files": ["x"], "packing": True}},
-            r"model.dtype applies to models of transformers, but dataset.packing = true uses",
+            r"model.dtype applies to transformers models, but dataset.packing = true uses",
         ),
     ],
 )

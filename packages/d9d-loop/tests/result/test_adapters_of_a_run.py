@@ -134,7 +134,7 @@ def test_a_checkpoint_of_a_run_is_exported(adapted: bool, trained: Path, tmp_pat
         export_command.main([str(moved), "--step", "last"])
     (moved / "config.json").write_text("{}")
     with pytest.raises(
-        UserError, match=r"is no run of d9d-train, .* call Trainer.export\(folder, step=...\) in the script"
+        UserError, match=r"is not a run of d9d-train, .* call Trainer.export\(folder, step=...\) in the script"
     ):
         export_command.main([str(moved), "--step", "1"])
 
@@ -157,7 +157,7 @@ def test_a_missing_base_is_named(trained: Path, tmp_path: Path) -> None:
     assert named["base_model_name_or_path"] == str(trained / "base")
     assert "on the weights of" in str(load_result(adapters, device=CPU).adapted)  # no run says that it was quantized
     (adapters / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
-    with pytest.raises(UserError, match=r"their base model is missing: Qwen/Qwen3-0\.6B is no folder .* --base FOLDER"):
+    with pytest.raises(UserError, match=r"base model is missing: Qwen/Qwen3-0\.6B is not a folder .* --base FOLDER"):
         load_result(adapters, device=CPU)
     assert str(trained / "base") in str(load_result(adapters, device=CPU, base=trained / "base").adapted)
     with pytest.raises(UserError, match="names no quantized format of the base"):

@@ -104,7 +104,7 @@ class _Causal(dict[str, Any]):
 def test_outputs_of_a_model_that_ignores_arguments_are_an_error(task: Any) -> None:
     batch = {"labels": LABELS, "documents": torch.zeros(2, 4).long(), "advantages": torch.ones(2, 4)}
     batch["teacher_log_probs"] = torch.zeros(2, 4, 3)
-    with pytest.raises(UserError, match=r"returned a _Causal with the keys logits; expected .* Use a decoder of d9d"):
+    with pytest.raises(UserError, match=r"returned a _Causal with the keys logits; expected .* Use a d9d decoder"):
         task.loss(_Causal(logits=torch.zeros(2, 4, 9)), batch)
 
 

@@ -1,6 +1,6 @@
 """Binary, multiclass and multilabel classification metrics; any number of scores share one set of counts.
 
-Values are NaN if a counted sample had a NaN or a target that is no label. Samples outside of the mask have no effect.
+Values are NaN if a counted sample had a NaN or a target that is not a label. Samples outside the mask have no effect.
 
 Legend: N samples (any leading dims), C classes or labels.
 """

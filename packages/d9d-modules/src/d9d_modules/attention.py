@@ -149,7 +149,7 @@ class GroupedQueryAttention(CachedAttention):
         return self.o_proj(attended)
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide the number of key/value heads."""
+        """Return the plan, which splits heads; see `HasTensorPlan`. The degree must divide `num_kv_heads`."""
         activation = Shard(1) if sequence_parallel else Replicate()
         heads = ColumnParallel(input=None, head_dim=self.head_dim)
         return {

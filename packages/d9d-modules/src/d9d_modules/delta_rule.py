@@ -98,7 +98,7 @@ def gated_delta_rule(
 
 
 def _counted_on_meta(q_BLGK: Tensor, k_BLGK: Tensor, v_BLHV: Tensor, gates_BLH: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and states on `meta`, by the products of the definition.
+    """Return outputs and states on `meta`, computed by the matrix products of the definition.
 
     FLOPs are counted on `meta`, and must not depend on the backend.
     """

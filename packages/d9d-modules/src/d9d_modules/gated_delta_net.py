@@ -201,7 +201,7 @@ class GatedDeltaNet(nn.Module):
         self._cache = None
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide both numbers of heads."""
+        """Return the plan, which splits heads; see `HasTensorPlan`. The degree must divide both numbers of heads."""
         activation = Shard(1) if sequence_parallel else Replicate()
         keys = ColumnParallel(input=None, head_dim=self.key_dim)
         values = ColumnParallel(input=None, head_dim=self.value_dim)

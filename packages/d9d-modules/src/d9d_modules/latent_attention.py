@@ -105,7 +105,7 @@ class MultiHeadLatentAttention(CachedAttention):
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-        """See `HasTensorPlan`; by heads. The tensor-parallel degree must divide the number of heads.
+        """Return the plan, which splits heads; see `HasTensorPlan`. The degree must divide the number of heads.
 
         The projections to the latent vectors and their norms are replicated.
         """

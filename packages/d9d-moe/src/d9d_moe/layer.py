@@ -132,7 +132,7 @@ class MoELayer(nn.Module):
 
 
 def _without_dropped(routing: Routing, num_experts: int) -> Routing:
-    """Return the routing of an own router, in which dropped choices go to expert 0 with weight 0.
+    """Return the routing of a custom router, in which dropped choices go to expert 0 with weight 0.
 
     Raises `UserError` if an index is `num_experts` or more; asynchronously on an accelerator.
     """

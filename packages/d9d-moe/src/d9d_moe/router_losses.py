@@ -222,7 +222,7 @@ class JointBalance(nn.Module):
     def forward(self, records_BLR: Tensor) -> Tensor:
         """Compute the router losses of each token [B, L] from the sum of `token_records` over all layers.
 
-        Without sparse layers the records are [B, L, 1]. Collective over the group of the scope: one all-reduce of
+        Without MoE layers the records are [B, L, 1]. Collective over the group of the scope: one all-reduce of
         B x (E + 1) or E + 1 float64 values.
         """
         num_experts = (records_BLR.shape[-1] - 2) // 2

@@ -131,7 +131,7 @@ def _check_unprepared(model: nn.Module, child: str) -> bool:
         is_first = is_first and not adapters
         if child in adapters:
             raise UserError(
-                f"{name} already has an adapter of this name; expected a model without. Call inject() once, with a "
+                f"{name} already has an adapter of this name; expected a model without one. Call inject() once, with a "
                 "Stack of all methods, or pass another name: inject(method, model, adapter='second')."
             )
         for parameter in module._parameters.values():

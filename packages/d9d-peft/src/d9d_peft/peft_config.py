@@ -201,7 +201,7 @@ def refuse_other_targets(
 ) -> None:
     """Raise `UserError` unless `target_parameters` names exactly the parameters [experts, out, in] with adapters.
 
-    Tensor names in files of `peft` depend on these parameters. `layers` are the layers with adapters.
+    Tensor names in `peft` files depend on these parameters. `layers` are the layers with adapters.
     """
     targets = config.get("target_parameters") or []
     adapted = [*parameters, *(f"{name}.weight" for name in layers)]

@@ -110,7 +110,7 @@ def agreed_adapters(
         raise UserError(f"got a model without adapters{named}; expected a model after inject() with LoRA or DoRA.")
     if len(kinds) > 1:
         raise UserError(
-            "got adapters of LoRA and of DoRA; expected one kind, because a file of peft has a single kind. Save the "
+            "got adapters of LoRA and of DoRA; expected one kind, because a peft file has a single kind. Save the "
             "merged model instead."
         )
     return stored, kinds == {"DoRA"}
@@ -138,7 +138,7 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: 
     if len(supported) < len(layers):
         others = [f"{name} ({type(found).__name__})" for name, (_, found) in layers.items() if name not in supported]
         raise UserError(
-            f"got the adapters {shorten(others)}; expected adapters of LoRA or DoRA, because files of peft have "
+            f"got the adapters {shorten(others)}; expected adapters of LoRA or DoRA, because peft files have "
             "no others. Save the merged model instead."
         )
     _refuse_second_names(model, {name: layer for name, (layer, _) in layers.items()})
@@ -171,7 +171,7 @@ def _stored_layers(
             if len(joint[names.name]) < len(parts):
                 raise UserError(
                     f"{names.name} holds all experts of {shorten(list(names.weights))}, with DoRA; expected LoRA, "
-                    "because files of peft have no DoRA for such parameters. Save the merged model instead."
+                    "because peft files have no DoRA for such parameters. Save the merged model instead."
                 )
             continue
         invalid = [each for each in names if not each.endswith(_WEIGHT)]
@@ -203,7 +203,7 @@ def _tuned_modules(
         if id(tensor) in owned:
             raise UserError(
                 f"{tuned[outer]} is trained in full, and {name} is an adapter inside the same module; expected no "
-                "adapter there, because files of peft hold such a module whole. Leave one of them out."
+                "adapter there, because peft files hold such a module whole. Leave one of them out."
             )
         stored = checkpoint_name(name, base_mapper, first=first[name])
         modules.setdefault(stored.rpartition(".")[0], {})[f"{PREFIX}{stored}"] = tensor

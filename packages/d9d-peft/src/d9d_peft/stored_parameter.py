@@ -139,7 +139,7 @@ def nested(adapters: Mapping[str, tuple[LoraAdapter, ...]]) -> tuple[StoredParam
         key = (parameter.name.rpartition(".")[0], tuple(parameter.shapes().values()))
         if key in seen:
             raise UserError(
-                f"{seen[key]} and {parameter.name} have adapters of equal shapes, which files of peft cannot "
+                f"{seen[key]} and {parameter.name} have adapters of equal shapes, which peft files cannot "
                 "distinguish; expected different shapes within a module. Adapt one of them, or save the merged model."
             )
         seen[key] = parameter.name

@@ -86,13 +86,14 @@ def test_outputs_of_keep_stay_unset_after_further_operations() -> None:
 
 
 def test_operation_with_partial_inputs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"stack\(dim=0\) would get only some of its inputs"):
+    with pytest.raises(ValueError, match=r"stack\(dim=0\): an operation would get only some of its inputs"):
         sequential(parallel(keep("a"), identity("b")), stack(["a", "b"], "c"))
     dropping = sequential(split("c", ["a", "b"], [1, 1]), parallel(drop("a"), identity("b")))
     assert dropping.apply({"c": torch.tensor([1, 2])})["b"].tolist() == [2]
     with pytest.raises(
         ValueError,
-        match=r"concat\(dim=0, sizes=\[1, 1\]\) would get only some of its inputs, because .* are kept or dropped",
+        match=r"concat\(dim=0, sizes=\[1, 1\]\): an operation would get only some of its inputs, "
+        r"because .* are kept or dropped",
     ):
         dropping.inverse()
 

@@ -20,7 +20,7 @@ _MAX_BYTES = 1 << 28  # bytes of JSON per rank
 _MAX_PROBLEM = 4000  # maximum length of a problem's text, in characters, in messages that list ranks
 _RANKS_SHOWN = 8
 _KEYS_SHOWN = 5
-_VALUE_SHOWN = 60  # maximum length of a value's text in messages; longer values are compared, and not shown
+_VALUE_SHOWN = 60  # maximum length of a value's text in messages; longer values are compared but not shown
 _SIZE_BYTES, _HEAD = 8, 512
 _INLINE = _HEAD - _SIZE_BYTES  # a text of up to this many bytes is sent with its size, in a single collective
 

@@ -160,7 +160,7 @@ class _Arrival:
 
 
 def _send_to_next(tensors: list[Tensor], mesh: DeviceMesh, *, tag: int) -> _Arrival:
-    """Start to send contiguous tensors to the next rank and to receive the previous rank's. `tag` is the first tag."""
+    """Start to send contiguous tensors to the next rank and to receive the previous rank's; tensor i has `tag + i`."""
     group, rank, num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     received = [torch.empty_like(tensor) for tensor in tensors]
     operations = [

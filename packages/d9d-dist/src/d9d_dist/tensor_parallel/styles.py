@@ -188,7 +188,7 @@ class VocabParallelEmbedding(TensorStyle):
         if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
             raise UserError(
                 f"VocabParallelEmbedding got a {type(module).__name__}; expected a torch.nn.Embedding with torch's own "
-                "forward, because the lookup is replaced. Do other computations in a module around it."
+                "forward, because the lookup is replaced. Put other computations into a wrapper module."
             )
         options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
         for name in options:

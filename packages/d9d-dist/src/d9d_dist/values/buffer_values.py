@@ -1,4 +1,4 @@
-"""Copies of a model's buffers: state that forward passes and event handlers change, and that is no parameter.
+"""Copies of a model's buffers: state that forward passes and event handlers change, and that is not a parameter.
 
 Running statistics, expert biases, token counters and codebooks are buffers. A call that must not change the training,
 or that undoes a part of it, puts the values of all buffers back. Only this module lists which ones.

@@ -1,4 +1,4 @@
-"""Checksum of a tensor, which ranks or points in time compare instead of all values.
+"""Checksum of a tensor, to compare tensors between ranks or steps without exchanging or keeping their values.
 
 The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod 2^64. A change of a single word always
 changes the checksum, because 2i + 1 is odd; most permutations of words also change it.

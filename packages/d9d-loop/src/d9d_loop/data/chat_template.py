@@ -17,12 +17,12 @@ from d9d_loop.data.text_tokenizer import TEMPLATE_FOLDER, read_json, read_specia
 TRAINING_DATE = date(2024, 7, 26)
 """Date that `strftime_now` prints in training data. A clock would let ranks and resumed jobs render other texts."""
 
-_BLOCK, BLOCK_END = "endgeneration", "\ufdd0"  # the second one is no character of texts
+_BLOCK, BLOCK_END = "endgeneration", "\ufdd0"  # the second one is not a character of texts
 
-# Names of the thinking of a message, in the order of preference of transformers.
+# Keys of a message that may hold its thinking, in transformers' order of preference.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
-# The second one meets conditions of templates, such as a length or the end of a thinking.
+# The second probe meets conditions of templates, such as a minimum length or the end of a thinking block.
 _PROBES = ("a content", "<think>\nWell.\n</think>\n\n" + "Another content. " * 99)
 _FORMS, _SPEAKERS = (dict, with_parts), ("system", "user", "assistant")
 _NO_TEXT, _NOTHING, _AS_DATA, _CHANGED, _CONTENT = range(-1, 4)
@@ -79,7 +79,7 @@ class ChatTemplate:
         return hashlib.sha256(f"{options}\0{self.source}".encode()).hexdigest()
 
     def _find_form(self, role: str) -> Callable[[Message], Message]:
-        """Return the function that gives messages of a role the form of contents that the template reads."""
+        """Return the function that converts messages of a role to the form of content that the template reads."""
         text, parts = found = [self._reads(role, form) for form in _FORMS]
         if role == "assistant" and max(found) == _NOTHING:
             raise UserError(
@@ -88,18 +88,18 @@ class ChatTemplate:
             )
         if text != parts and max(found) >= _CHANGED:
             return with_parts if parts > text else _with_text
-        if max(found) < _CONTENT and role != "user":  # no such message alone tells its form
+        if max(found) < _CONTENT and role != "user":  # undecided: use the form of a user's message
             form = self._form_of("user")
             return _with_text if form is with_parts and self._reads("user", dict) == _CONTENT else form
         return with_parts if self.has_parts else dict if text == _CONTENT else _with_text
 
     def _reads(self, role: str, form: Callable[[Message], Message]) -> int:
-        """Return what the text of a message has of its content; `_NO_TEXT` if the template cannot render it."""
+        """Return how a template writes the content of a message, from `_NO_TEXT` (it raises an error) to `_CONTENT`."""
         more, found = {} if role in _SPEAKERS else _RESULT, _NO_TEXT
         probes = [form({"role": role, "content": probe, **more}) for probe in _PROBES]
         starts = [[each({"role": "user", "content": "."}), each(_CALL)] for each in _FORMS]
         for before in (*(starts if more else ()), *(start[:1] for start in starts), ()):
-            # Before a user, as a later system message may be read in another form.
+            # A system message comes first: templates may read a later one in another form.
             tried = [[probe, *before] if role == "system" else [*before, probe] for probe in probes]
             try:
                 text, other = (self._compiled.render(messages=each, **self.special_tokens).lower() for each in tried)

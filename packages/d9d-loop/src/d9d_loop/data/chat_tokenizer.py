@@ -332,7 +332,7 @@ def _after(prompt: list[int], encoding: "Encoding", text: str, excluded: Sequenc
 def mark_spans(text: str, spans: Sequence[Span], *, in_color: bool = False) -> str:
     """Return the text with its spans, in ascending order, in brackets ⟦ ⟧.
 
-    With `in_color`, use colors of a terminal instead: the spans are green, the other parts dimmed.
+    With `in_color`, use terminal colors instead: the spans are green, the other parts dimmed.
     """
     around, rest = (f"{_GREEN}{{}}{_RESET}", f"{_DIM}{{}}{_RESET}") if in_color else ("⟦{}⟧", "{}")
     parts: list[str] = []

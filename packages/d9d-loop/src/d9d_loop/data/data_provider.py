@@ -104,7 +104,7 @@ def as_samples(data: Any, argument: str) -> Samples:
 
 
 def check_samples(data: Any, argument: str) -> None:
-    """Raise `UserError` if data, which the user passed as `argument`, are no map-style dataset."""
+    """Raise `UserError` if data, which the user passed as `argument`, are not a map-style dataset."""
     if problem := _problem(data):
         expected = "a dataset with len() and samples by index, such as a list or a torch Dataset"
         raise UserError(f"got {argument} = {_shown(data)}; expected {expected}. {problem}")

@@ -62,7 +62,7 @@ class DocumentStream(SampleStream):
         }
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor, in constant time for any position."""
+        """Return a cursor at `state`, by default at the beginning, in O(1)."""
         return _DocumentCursor(self, state)
 
     def read(self, entry: tuple[int, int, int]) -> Document:

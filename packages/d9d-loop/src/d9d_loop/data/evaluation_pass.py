@@ -46,7 +46,7 @@ class SubsetStream(SampleStream):
         self._indices = range(size) if is_whole else sorted(SampleOrder(size, seed=0).take(0, num_samples))
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor, in constant time for any position."""
+        """Return a cursor at `state`, by default at the beginning, in O(1)."""
         return OrderCursor(lambda start, stop: list(self._indices[start:stop]), state, end=len(self._indices))
 
     def read(self, entry: int) -> Any:

@@ -16,7 +16,7 @@ from d9d_loop.data.contents import digest_of
 from d9d_loop.data.conversation import Conversation, Message, read_conversation, read_pair, with_parts
 
 ImageSource: TypeAlias = Any
-"""Path of an image as text, its encoded bytes, or a decoded image of Pillow."""
+"""Path of an image as text, its encoded bytes, or a decoded Pillow image."""
 
 _KEYS = ("image", "image_url", "url", "base64", "bytes", "path")
 _MARK = "<image>"
@@ -47,9 +47,9 @@ def read_image_chat(sample: Mapping[str, Any]) -> ImageChat:
     The sample has a format of `read_conversation`. Its images are in one of these places:
 
     - Parts of messages: `{"type": "image", "image": ...}`, or `image_url` in the form of OpenAI.
-    - The key `images`, a list, or `image`. Parts `{"type": "image"}` without a value take them in order; if no part is
-      an image, each `<image>` in a text that is no answer does; else, the images come first in the first message of the
-      user.
+    - The key `images`, a list, or `image`. Parts `{"type": "image"}` without a value take them in order; without such
+      parts, each `<image>` in a text that is not an answer takes one; without any, the images come first in the first
+      message of the user.
 
     An image is a path, bytes, a data URL, or an object with `bytes` or `path`, as tables of `datasets` store it.
 
@@ -147,7 +147,7 @@ def decode_image(source: ImageSource, folder: Path) -> Any:
     Transparent pixels are over white. Values of 16 bits keep their upper 8.
 
     Raises:
-        UserError: If the file does not exist, is no image, or has values of 32 bits, or of 16 with a transparent color.
+        UserError: If the file is missing or not an image, or has values of 32 bits, or of 16 with a transparent color.
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
@@ -164,20 +164,20 @@ def decode_image(source: ImageSource, folder: Path) -> Any:
 
 
 def image_size(source: ImageSource, folder: Path) -> tuple[int, int]:
-    """Return the width and height of the image of `decode_image`, from its header. Errors are those of it."""
+    """Return the width and height of the image that `decode_image` returns, from its header. Errors are the same."""
     from PIL import Image  # noqa: PLC0415 - an extra
 
     def size(found: Any) -> tuple[int, int]:
         if found.format == "TIFF":  # Pillow turns it
             return found.size
-        is_turned = Image.Image.getexif(found).get(_ORIENTATION, 1) >= _FIRST_TURNED  # that of PNG decodes the image
+        is_turned = Image.Image.getexif(found).get(_ORIENTATION, 1) >= _FIRST_TURNED  # PNG's own decodes the image
         return found.size[::-1] if is_turned else found.size
 
     return _read(source, folder, size)
 
 
 def image_stamp(source: ImageSource, folder: Path) -> str:
-    """Return a text that differs if an image does: the path, size and time of a file, or the digest of bytes."""
+    """Return a text that changes with an image: the path, size and time of a file, or the digest of bytes."""
     match source:
         case str():
             found = _status(folder / source)
@@ -189,7 +189,7 @@ def image_stamp(source: ImageSource, folder: Path) -> str:
 
 
 def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:
-    """Return what `read` gives for an image that is not decoded yet."""
+    """Return the result of `read` for an opened image, which is not decoded yet."""
     from PIL import Image  # noqa: PLC0415 - an extra
 
     name = check_image(source, folder)
@@ -209,7 +209,7 @@ def _read(source: ImageSource, folder: Path, read: Callable[[Any], _T]) -> _T:
 
 
 def check_image(source: ImageSource, folder: Path) -> str:
-    """Return the name of an image for messages; raise `UserError` if it is a path of no file."""
+    """Return the name of an image for messages; raise `UserError` if its file does not exist."""
     if not isinstance(source, str):
         return "an image"
     if _status(folder / source) is None:
@@ -221,7 +221,7 @@ def check_image(source: ImageSource, folder: Path) -> str:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the size and times of a file, `None` if there is none, or the system cannot look for such a name."""
+    """Return the size and times of a file; `None` if it does not exist, or the system rejects the path."""
     try:
         return path.stat() if path.is_file() else None
     except OSError:

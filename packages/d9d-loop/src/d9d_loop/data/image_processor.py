@@ -23,7 +23,7 @@ def read_processor(folder: Path | None) -> Any:
     """Read the processor of a model folder. Its attribute `get_text_with_replacements.found` has what it replaced.
 
     Raises:
-        UserError: If a package is missing, or the folder has no processor of images that tells what it replaces.
+        UserError: If a package is missing, or the folder has no image processor that reports what it replaces.
     """
     if any(find_spec(name) is None for name in ("PIL", "torchvision")):
         raise UserError(
@@ -33,7 +33,7 @@ def read_processor(folder: Path | None) -> Any:
     from transformers import AutoProcessor, ProcessorMixin
 
     expected = (
-        "Expected the files of a processor of images, such as preprocessor_config.json. Copy them from the released "
+        "Expected the files of an image processor, such as preprocessor_config.json. Copy them from the released "
         "model, or save them with AutoProcessor.from_pretrained(...).save_pretrained(...)."
     )
     try:
@@ -43,10 +43,10 @@ def read_processor(folder: Path | None) -> Any:
         expected = "" if isinstance(error, ImportError) else f" {expected}"  # it names the package to install
         raise UserError(f"{folder}: transformers cannot read its processor: {why}{expected}") from error
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
-        raise UserError(f"{folder} has a {type(processor).__name__} and no processor of images. {expected}")
+        raise UserError(f"{folder} has a {type(processor).__name__} and no image processor. {expected}")
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "get_text_with_replacements"):
         raise UserError(
-            f"{type(processor).__name__} does not tell which tokens belong to an image (image_token and "
+            f"{type(processor).__name__} does not report which tokens belong to an image (image_token and "
             "get_text_with_replacements); expected a processor that does, and transformers >= 5.18. Update "
             "transformers, or choose another model."
         )
@@ -77,14 +77,14 @@ class _Replacements:
 
 @final
 class _ChannelsLast(Tensor):
-    """Pixels [C, height, width] that a processor resizes in their memory format: torch needs less memory for it."""
+    """Pixels [C, height, width] that stay channels-last when a processor resizes them, so torch needs less memory."""
 
     def contiguous(self, memory_format: Any = None) -> Tensor:
         return self.as_subclass(Tensor)
 
 
 def pixels_tensor(image: Any) -> Tensor:
-    """Return the bytes [C, height, width] of an RGB image of Pillow, with channels last in memory."""
+    """Return the bytes [C, height, width] of a Pillow RGB image, with channels last in memory."""
     width, height = image.size
     pixels = torch.empty((height, width, 3), dtype=torch.uint8)
     for top in range(0, height, 32):  # Pillow makes several copies
@@ -93,7 +93,7 @@ def pixels_tensor(image: Any) -> Tensor:
 
 
 def reads_tensors(processor: Any, **options: Any) -> bool:
-    """Return True if a processor makes bitwise the same of an image and of its `pixels_tensor`."""
+    """Return True if a processor's outputs for images and for their `pixels_tensor` are bitwise equal."""
     try:
         expected, found = _of_noise(processor, **options), _of_noise(processor, pixels_tensor, **options)
         return all(torch.equal(each, found[name]) for name, each in expected.items())
@@ -102,7 +102,7 @@ def reads_tensors(processor: Any, **options: Any) -> bool:
 
 
 def _of_noise(processor: Any, convert: Callable[[Any], Any] = lambda image: image, **options: Any) -> Any:
-    """Return what a processor makes of three images of Pillow, or of what `convert` returns for them."""
+    """Return a processor's outputs for three Pillow images of noise, converted by `convert`."""
     from PIL import Image  # noqa: PLC0415 - an extra
 
     noise = torch.randint(256, (96, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()

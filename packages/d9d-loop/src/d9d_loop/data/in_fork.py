@@ -32,7 +32,7 @@ def read_apart(read: "Callable[[], JsonValue]", *, num_workers: int, what: str) 
     each other's samples; other workers could not receive it. So with workers, `read` runs in a forked process. If it
     takes long, a line names `what` is read; nothing is stopped.
     """
-    text = f"rank {read_launch().rank} has been reading {what} for {_SECONDS:g} s, and waits for it."
+    text = f"rank {read_launch().rank} has been reading {what} for {_SECONDS:g} s, and keeps waiting."
     with reported_if_slow(text, seconds=_SECONDS):
         if num_workers:
             with suppress(EOFError):

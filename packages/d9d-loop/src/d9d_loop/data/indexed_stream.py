@@ -48,7 +48,7 @@ class IndexedStream(SampleStream):
         self._sizes: dict[str, JsonValue] = {"samples": len(samples), "seed": seed, "shuffle": shuffle}
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor, in constant time for any position."""
+        """Return a cursor at `state`, by default at the beginning, in O(1)."""
         return OrderCursor(self._order.take, state, end=self._end, epoch=len(self._samples))
 
     def num_batches(self, size: int, state: Any = None) -> int:

@@ -19,7 +19,7 @@ _PARSED_AT_ONCE = 1 << 26
 
 @final
 class JsonObject(dict[str, Any]):
-    """Object of a JSON file. The writer of the file wrote its nulls, whereas tables have nulls for absent keys."""
+    """Object of a JSON file. Its nulls are in the file, whereas tables also have nulls for absent keys."""
 
 
 @final

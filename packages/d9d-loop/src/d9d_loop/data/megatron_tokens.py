@@ -23,7 +23,7 @@ _MOST_TOKENS = 1 << 20
 
 
 def megatron_prefix(path: Path) -> Path | None:
-    """Return the prefix of an indexed dataset, of which `path` is the prefix, the `.bin` or the `.idx`; else None."""
+    """Return the prefix of an indexed dataset, given the prefix itself, the `.bin` or the `.idx`; else None."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     is_dataset = path.suffix == ".idx" or prefix.with_name(f"{prefix.name}.idx").is_file()
     return prefix if is_dataset else None
@@ -38,7 +38,7 @@ def _read_header(index: mmap.mmap, path: Path) -> tuple[str, int, int]:
     """Return the dtype, and the numbers of sequences and documents; raise `UserError` if the index is damaged."""
     magic, version, code, num_sequences, num_bounds = unpack(_HEADER, index, path)
     if (magic, version) != (MAGIC, 1):
-        raise UserError(f"{path} is no index of version 1 of Megatron-LM; expected its first bytes. Write it again.")
+        raise UserError(f"{path} is not a Megatron-LM index of version 1; expected its first bytes. Write it again.")
     if (dtype := _DTYPES.get(code)) is None:
         raise UserError(f"{path} has the dtype code {code}; expected integers: {_DTYPES}. Write it with another dtype.")
     expected = _HEADER_BYTES + 12 * num_sequences + 8 * num_bounds

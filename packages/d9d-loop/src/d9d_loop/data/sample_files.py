@@ -63,7 +63,7 @@ class DataFiles(Samples, Protocol):
 
 @final
 class FileSamples:
-    """Samples of several files, in order, which `open_file` opens. The bytes of the files identify the contents."""
+    """Samples of several files, in order. `open_file` opens each file, and its bytes identify the contents."""
 
     def __init__(self, paths: Sequence[Path], open_file: Callable[[Path], Samples]) -> None:
         self._paths, self._parts = list(paths), list[Any](map(open_file, paths))
@@ -128,7 +128,7 @@ class _PlainText:
 
 @final
 class _NamedClasses:
-    """A table whose columns of the type ClassLabel have the names of the classes for their numbers."""
+    """A table whose ClassLabel columns have class names instead of class numbers."""
 
     def __init__(self, table: Any, names: Mapping[str, Sequence[str]]) -> None:
         self._table, self._names = table, names
@@ -279,7 +279,7 @@ def _open_saved(folder: Path) -> Samples:
 
 
 def _with_names(table: Any) -> Samples:
-    """Return a table whose images are not decoded, and whose classes have their names."""
+    """Return a table with undecoded images, and with class names instead of class numbers."""
     import datasets
 
     features = datasets.Features({name: _undecoded(kind) for name, kind in table.features.items()})
@@ -290,7 +290,7 @@ def _with_names(table: Any) -> Samples:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a feature of `datasets` with the stored bytes and paths of images for decoded images."""
+    """Return a `datasets` feature that does not decode images: it has their stored bytes and paths."""
     import datasets
 
     match feature:

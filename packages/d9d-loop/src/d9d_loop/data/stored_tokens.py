@@ -185,7 +185,7 @@ class StoredTokens:
         return self._reopen, ()
 
     def _check_some(self) -> None:
-        """Read parts of up to 64 documents, or of a file without documents, which checks their tokens."""
+        """Check the tokens of up to 64 documents, or of about 64 ranges if tokens are contiguous across documents."""
         if self.num_tokens is None:
             for document in range(0, len(self), -(-len(self) // _NUM_CHECKED)):
                 start, stop = self.bounds(document)

@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
-"""Files of a model folder that belong to its tokenizer, or to its processor of images.
+"""Files of a model folder that belong to its tokenizer, or to its image processor.
 
 Further chat templates are in `TEMPLATE_FOLDER`.
 """
@@ -209,7 +209,7 @@ class TextTokenizer:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Return the id of each character that byte-level tokenizers write for a byte: the byte itself."""
+    """Return the vocabulary of a byte-level tokenizer: the character that stands for each byte, with the byte as id."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(NUM_BYTES) if byte not in visible]
     letters = {byte: chr(byte) for byte in visible} | {byte: chr(NUM_BYTES + n) for n, byte in enumerate(hidden)}
@@ -217,7 +217,7 @@ def _byte_vocabulary() -> dict[str, int]:
 
 
 def normalize_tokenizer(backend: "Tokenizer") -> None:
-    """Remove settings of a call, and the trimming of offsets: a token of spaces covers these spaces.
+    """Disable truncation, padding and the trimming of offsets, which would exclude the spaces of a token.
 
     Replace a missing post-processor, as transformers does, so that digests are equal.
     """

@@ -132,7 +132,7 @@ def _features(folder: Path) -> dict[str, Any]:
 
 
 def _arrow_part(folder: Path) -> TokenPart:
-    """Open a dataset of rows of tokens; a row is a document. The columns `labels` and `attention_mask` mask nothing."""
+    """Open a dataset of rows of tokens; a row is a document. `labels` and `attention_mask` must not mask any token."""
     try:
         import datasets
     except ImportError:

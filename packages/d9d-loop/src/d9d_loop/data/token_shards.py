@@ -239,7 +239,7 @@ def _decoder(path: Path, encoding: str) -> Callable[[Any, int, int], TokenArray]
             start += 1 + (1 << (file[start] & 3))
             found = found if is_row else None
         if found is None:
-            raise UserError(f"{path} has a sample that is no row of integers; expected tokens. Write it again.")
+            raise UserError(f"{path} has a sample that is not a row of integers; expected tokens. Write it again.")
         return TokenArray(file, found, start, stop)
 
     return decode

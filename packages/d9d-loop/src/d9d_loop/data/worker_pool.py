@@ -192,10 +192,10 @@ def _work(connection: Connection, stopped: Connection, sample: Any, reader: Samp
 
 
 def _return_freed_memory() -> None:
-    """Let glibc return large blocks when they are freed, always from the size with which it starts.
+    """Let glibc return freed blocks of at least 128 KiB to the system, so that a worker does not keep freed images.
 
-    By default, this size grows to that of the largest freed block, so pixels of images stay in the memory of a worker.
-    Glibc also keeps blocks in free memory of its heap, which a forked worker inherits: it is returned and reserved.
+    By default, glibc raises this limit to the size of the largest freed block. It also puts large blocks into free
+    parts of the heap, which a forked worker inherits: return their pages, and reserve these parts by allocations.
     """
     with suppress(AttributeError, OSError):  # another C library
         libc = ctypes.CDLL("libc.so.6")

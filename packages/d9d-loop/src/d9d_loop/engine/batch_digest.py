@@ -45,9 +45,9 @@ def digest_batches(batches: Sequence[Any]) -> int:
 
 
 def find_difference(batches: Sequence[Any], group: dist.ProcessGroup) -> tuple[int, int, str] | None:
-    """Return a rank with other batches than the first rank of a group, that rank, and the key; None for mere rounding.
+    """Return a rank whose batches differ by more than rounding from the group's first rank, that first rank, the key.
 
-    Collective over the group: `gather_json`, and `all_gather_trees` of samples if only floating-point values differ.
+    `None` if no rank differs. Collective: `gather_json`, and `all_gather_trees` of samples if only floats differ.
     """
     leaves = dict(_leaves(batches, ""))
     digests = {path: [_kind(leaf), _digest(leaf, "", 0)] for path, leaf in leaves.items()}

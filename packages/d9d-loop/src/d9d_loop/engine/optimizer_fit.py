@@ -31,7 +31,7 @@ def optimizer_provider(
 
 
 def check_optimizer(built: object) -> Optimizer:
-    """Return what an optimizer provider has built. Raise `UserError` if it is no optimizer, or needs a closure."""
+    """Return the optimizer of a provider. Raise `UserError` if it is not an optimizer, or needs a closure."""
     if not isinstance(built, Optimizer):
         raise UserError(
             f"the function that builds the optimizer returned a {type(built).__name__}; expected a "

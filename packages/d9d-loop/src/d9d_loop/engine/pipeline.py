@@ -125,7 +125,7 @@ class Pipeline:
             if is_foreign and "document_ids_BL" not in _arguments(stage):
                 raise UserError(
                     f"{type(stage).__name__}.forward of transformers ignores document_ids_BL, so packed documents "
-                    "would attend to each other; expected a model that takes document ids. Use a decoder of d9d, such "
+                    "would attend to each other; expected a model that takes document ids. Use a d9d decoder, such "
                     "as pretrained_model(folder), or a task for rows of one document."
                 )
 
@@ -247,7 +247,7 @@ class WholeRows:
 
 
 def _checked_tokens(values: Any) -> dict[str, Tensor]:
-    """Return values per token without gradient. Raise UserError if they are no tensors [B, L, ...] by name."""
+    """Return values per token without gradient. Raise UserError unless they are tensors [B, L, ...] by name."""
     if not isinstance(values, Mapping):
         raise UserError(
             f"got a {type(values).__name__} as values per token; expected a dict of tensors [B, L] by name."

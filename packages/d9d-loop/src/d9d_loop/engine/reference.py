@@ -88,7 +88,7 @@ class ReferenceWeights:
         free_all_gathered(self._model)
         for (parameter, _), value in zip(self._copies, values, strict=True):
             local_tensor(parameter).copy_(value, non_blocking=True)
-        if torch.accelerator.is_available():  # the copies may be freed after this
+        if torch.accelerator.is_available():  # the copies may be freed afterwards
             torch.accelerator.synchronize()
 
 

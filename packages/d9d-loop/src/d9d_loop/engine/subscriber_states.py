@@ -27,7 +27,7 @@ def subscriber_states(events: Events) -> dict[str, JsonValue]:
 
 
 def load_subscribers(events: Events, rank_states: Sequence[Mapping[str, Any]]) -> None:
-    """Load the subscribers' states of a checkpoint. A subscriber that it has no state of keeps its own.
+    """Load the subscribers' states from a checkpoint. A subscriber without a saved state keeps its own.
 
     Args:
         events: Event bus of the job.

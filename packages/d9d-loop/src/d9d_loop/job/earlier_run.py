@@ -95,7 +95,7 @@ def _progress(config: TrainerConfig) -> str | None:
 def _last_step(metrics: Path) -> int:
     try:
         return max((int(record["step"]) for record in read_metrics(metrics)), default=0)
-    except (OSError, ValueError):  # a missing or damaged file is no evidence
+    except (OSError, ValueError):  # a missing or damaged file proves nothing
         return 0
 
 

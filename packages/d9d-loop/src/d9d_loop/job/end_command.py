@@ -29,7 +29,7 @@ def early_failure_reported(run: RunConfig, rank: int) -> Generator[None]:
 
 
 def report_early_failure(run: RunConfig, rank: int, error: BaseException, *, writes_status: bool) -> None:
-    """Report an exception, which is no interrupt, before the journal of the job exists.
+    """Report an exception other than an interrupt, before the journal of the job exists.
 
     The first failing rank of each node of `d9d-torchrun` reports it. With other launchers, the ranks cannot know which
     of them fail, and rank 0 reports it.
@@ -65,7 +65,7 @@ def run_command(command: str | None, folder: Path, **changes: str) -> None:
     status = {**(read_status(folder) or {}), "run": str(folder.resolve()), **changes}
     environment = {f"D9D_{name.upper()}": _text(value) for name, value in status.items()}
     try:
-        # In an own session, because launchers signal the process groups of failed jobs.
+        # In a session of its own, because launchers signal the process groups of failed jobs.
         subprocess.run(  # noqa: S602 - the user's own command
             command,
             shell=True,

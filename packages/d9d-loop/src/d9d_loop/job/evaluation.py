@@ -114,7 +114,7 @@ class Evaluator:
         return inputs
 
     def _reference_values(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Return the values of the reference by the index of the batch, from an own pass over the data. Collective."""
+        """Return the values of the reference by batch index, from a separate pass over the data. Collective."""
         if self._reference is None:
             return {}
         with self._reference(), closing(self._batches()) as batches:

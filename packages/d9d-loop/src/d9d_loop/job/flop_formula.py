@@ -59,7 +59,7 @@ class AttentionFlops:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFlops:
-    """FLOPs of the vision tower and the projector of a model of `transformers`, for the inputs of its images.
+    """FLOPs of the vision tower and the projector of a `transformers` model, for the inputs of its images.
 
     Their sizes are those of `image_grid_thw` [N, 3]: frames, and patches vertically and horizontally; or those of
     `image_sizes` [N, 2] in pixels. Without them, all images or tiles [..., C, H, W] of `pixel_values` are of the same

@@ -51,7 +51,7 @@ def rows_of(inputs: Inputs) -> tuple[Tensor, bool]:
 
 
 def measure_flops(model: nn.Module, task: Task, batch: Any, *, has_reference: bool = False) -> tuple[FlopFormula, bool]:
-    """Return the FLOPs of a model on `meta`, from a microbatch of its task; True if the pairs of a mask are not known.
+    """Return the FLOPs of a model on `meta` for a microbatch of its task, and True if a mask's pairs are unknown.
 
     With `has_reference`, they include a forward of the reference.
 
@@ -119,7 +119,7 @@ class _ProductCounter(TorchDispatchMode):
     @property
     def recomputes(self) -> bool:
         """True if the current operator is recomputed."""
-        # The forward of an own autograd function runs without gradients, but under the hooks of the recomputation.
+        # The forward of a custom autograd function runs without gradients, but under the hooks of the recomputation.
         return self.in_backward and (torch.is_grad_enabled() or _top_saved_tensors_default_hooks(True) is not None)
 
     def __torch_dispatch__(
@@ -147,7 +147,7 @@ def _convolution_gradients_flops(gradient: Tensor, x: Tensor, weight: Tensor, *o
 
 
 def _flops_of_position(head: nn.Module, calls: Sequence[tuple[Tensor, bool]], counter: _ProductCounter) -> float:
-    """Return the FLOPs of a head for one position, in all calls; each has hidden states, and True with gradients."""
+    """Return the FLOPs of a head for one position, summed over `calls`: hidden states, and True with gradients."""
     counter.part = "head"
     for hidden, has_gradients in list(calls):
         counter.in_backward = False
@@ -169,7 +169,7 @@ class _AttentionCalls:
         of_images: FLOPs and pairs of patches of each module of the vision tower, by part of the counter.
 
     Args:
-        shape: Number of rows of tokens, and of tokens in a row; `None` if the inputs are no tokens.
+        shape: Number of rows of tokens, and of tokens in a row; `None` if the inputs are not tokens.
         counter: Counter to which the FLOPs of attention between other positions are added, such as those of an image.
     """
 
@@ -240,7 +240,7 @@ class _AttentionCalls:
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Replace torch's function. The pairs of a mask are not known, unless it is one of keys: count causal ones."""
+        """Replace torch's function. Unless a mask only hides keys, its pairs are unknown: count causal pairs."""
         is_causal = args[1] if len(args) > 1 else kwargs.get("is_causal", False)
         if attn_mask is not None and attn_mask.shape[-2] > 1 and self._counter.part == "rows":
             is_causal = self.has_unknown_mask = True
@@ -305,14 +305,14 @@ def _flops_per_pair(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 @final
 class _ImageCalls:
-    """Replacement of `get_image_features` of models of `transformers`, whose FLOPs are a part of their own.
+    """Replacement of `get_image_features` of `transformers` models, which counts its FLOPs as a separate part.
 
     The features are cut from the graph of the language model, and the tower's backward pass runs after that of the
     language model.
     """
 
     _PROBE = (1, 48, 56)
-    """Size of an image whose windows show their size."""
+    """Frames, height and width, in patches, of an image whose number of attended pairs determines the window size."""
 
     def __init__(self, counter: _ProductCounter, attention: _AttentionCalls) -> None:
         self._counter, self._attention = counter, attention
@@ -322,7 +322,7 @@ class _ImageCalls:
         self._patch_size: int | None = None
 
     def replace(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Replace the methods of a model's modules; with sizes of images, the tower attends to all windows at once."""
+        """Replace the methods of a model's modules; with image sizes, the tower attends to all windows in one call."""
         for module in model.modules():
             if (function := getattr(module, "get_image_features", None)) is not None:
                 self._is_replaced = True
@@ -335,7 +335,7 @@ class _ImageCalls:
             raise NotImplementedError("FLOPs of videos are not counted")
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._counter.part != "rows":  # a method that calls that of a module inside
+        if self._counter.part != "rows":  # called by this method of an outer module
             return function(*args, **kwargs)
         self._num_calls += 1
         self._counter.part, before = "images", self._counter.flops["images"]
@@ -358,7 +358,7 @@ class _ImageCalls:
             _backward(torch.stack(products).sum())
 
     def _run_probe(self, function: Any, args: Any, kwargs: Any, *, has_grids: bool) -> None:
-        """Run the tower on an image of a known size; without sizes of patches, on all images twice."""
+        """Run the tower on an image of a known size; if inputs have no image sizes, run it on all images twice."""
         self._counter.part = "probe"
         if has_grids:
             bound = inspect.signature(function).bind(*args, **kwargs)
@@ -414,7 +414,7 @@ class _ImageCalls:
         return ImageFlops(per_patch=products / num_patches, per_pair=tuple(per_pair.items()))
 
     def _window(self, num_pairs: int) -> int | None:
-        """Return the size of the windows that have so many pairs in the probe."""
+        """Return the window size with which the probe has `num_pairs`; `None` for attention within a frame."""
         probe = torch.tensor([self._PROBE])
         for window in (None, *range(1, max(self._PROBE))):
             if num_pairs == int(pairs_of_patches(probe, window)):

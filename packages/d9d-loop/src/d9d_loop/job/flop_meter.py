@@ -70,7 +70,7 @@ class FlopMeter:
 
 
 def document_numbers(inputs: Inputs, rows_BL: Tensor, positions_1L: Tensor | None = None) -> Tensor | None:
-    """Return the numbers of positions in their documents [B, L], from 1 and 0 at padding; `None` for whole rows.
+    """Return each position's number in its document [B, L], from 1, and 0 at padding; `None` if each row is one.
 
     They follow from `document_ids_BL`, else from `position_ids`, `attention_mask` or `cu_seq_lens_q`. `positions_1L`
     are the positions of a part of rows. The ids of a part do not show where its documents start, so parts need position

@@ -116,7 +116,7 @@ def _name_weights(found: list[tuple[tuple[str, ...], Tensor]], names: Collection
     weights: dict[str, Tensor] = {}
     for where, name, each in named:
         if where in folders and (name not in names or name in weights):
-            reason = "twice" if name in weights else "which the model has not"
+            reason = "twice" if name in weights else "which the model lacks"
             raise UserError(f"{path} has {name}, {reason}; expected the weights of the model alone.")
         weights |= {name: each} if where in folders else {}
     return weights

@@ -111,7 +111,7 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module, config: TrainerC
 
 
 def check_learning_rates(schedule: LrSchedule, steps: int) -> None:
-    """Raise `UserError` if the learning rate is no number in the first step, or 0 in every step."""
+    """Raise `UserError` if the learning rate is not a number in the first step, or 0 in every step."""
     factors = map(schedule, range(steps))
     first = next(factors)
     if not isinstance(first, Real):
@@ -191,8 +191,8 @@ def _check_watched(config: TrainerConfig, task: Task | None, *, evaluates: bool)
         watched = getattr(config, key)
         if watched is not None and (found := _unmeasured(watched.by, task, evaluates=evaluates)) is not None:
             raise UserError(
-                f"{key}.by = {watched.by!r}, but {found}; expected a value of the evaluation. Change --{key}.by, pass "
-                f"evaluation data, or remove {key}."
+                f"{key}.by = {watched.by!r}, but {found}; expected the name of a value that the evaluation "
+                f"measures. Change --{key}.by, pass evaluation data, or remove {key}."
             )
 
 
@@ -228,7 +228,7 @@ def checkpoint_folder(config: TrainerConfig) -> str | Path:
 
 
 def check_metric_names(task: Task) -> None:
-    """Raise `UserError` if the task's metrics are no metrics, or have the name of a value that the Trainer reports."""
+    """Raise `UserError` if the task's metrics are not metrics, or have the name of a value of the Trainer's reports."""
     metrics: object = task.metrics()
     if not isinstance(metrics, Mapping):
         found = "None (is a return missing?)" if metrics is None else f"a {type(metrics).__name__}"

@@ -134,7 +134,7 @@ class Journal:
                     write_status(self._file.parent, self._status)
 
     def _is_complete(self, file: FileIO) -> bool:
-        """Return False if the last line is incomplete, after a full disk or a power loss: it ends at the next one."""
+        """Return False if the last line is incomplete, after a full disk or a power loss: the caller then ends it."""
         if (size := file.seek(0, os.SEEK_END)) == 0:
             return True
         file.seek(size - 1)

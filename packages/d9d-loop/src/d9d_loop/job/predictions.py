@@ -76,7 +76,7 @@ class Predictions(ExitStack):
         self._files[name].write(rows.contiguous().numpy().data)
 
     def _read(self, name: str) -> Any:
-        """Return all rows as an array that the system reads from the file as needed."""
+        """Return all rows as an array, memory-mapped from the file."""
         file = self._files[name]
         file.flush()
         dtype, shape = self._rows.get(name, (torch.float32, torch.Size()))
@@ -85,7 +85,7 @@ class Predictions(ExitStack):
 
 
 def checked_predictions(task: Task, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """Return the predictions of a batch; raise `UserError` if they are no tensors with rows."""
+    """Return the predictions of a batch; raise `UserError` unless they are tensors with rows."""
     name = type(task).__name__
     found: Any = task.predictions(outputs, batch)
     if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) and each.ndim for each in found.values()):

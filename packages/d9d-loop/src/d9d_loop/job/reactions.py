@@ -34,7 +34,7 @@ def _is_plateau(record: Record, plateau: PlateauConfig) -> bool:
 
 
 def _count(count: Patience, record: Record, watched: WatchedConfig) -> None:
-    """Take the value of an evaluation: it is the best one so far, or one more without improvement, as a NaN is."""
+    """Count an evaluation: its value is the best one so far or, such as NaN, one more without improvement."""
     value, sign = record.evaluation[watched.by], -1 if watched.higher_is_better else 1
     is_first = count.best is None and value == value  # noqa: PLR0124 - no NaN
     if is_first or (count.best is not None and sign * value < sign * count.best - watched.min_delta):

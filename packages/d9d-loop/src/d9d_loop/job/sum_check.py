@@ -56,7 +56,7 @@ def _random_rows(output: Tensor) -> Tensor:
 
 
 def _is_mean(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """Return True if weights add up, and totals do not, but their weighted mean is the whole total."""
+    """Return True if weights add up, but the whole total is the weighted mean of both totals, not their sum."""
     (total, weight), (total_1, weight_1), (total_2, weight_2) = whole, first, second
     scale = max(abs(total), abs(total_1), abs(total_2))
     if not 0.0 < scale < float("inf") or abs(weight_1 + weight_2 - weight) > 1e-6 * weight or weight <= 0:

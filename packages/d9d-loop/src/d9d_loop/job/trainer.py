@@ -231,7 +231,7 @@ def _check_types(config: object, task: object) -> None:
 
 
 def _check_functions(**functions: object) -> None:
-    """Raise `UserError` for an argument that is an object, such as an optimizer, and no function."""
+    """Raise `UserError` for an argument that is an object, such as an optimizer, instead of a function."""
     arguments = {
         "collate": "a list of samples",
         "compute_metrics": "the predictions",

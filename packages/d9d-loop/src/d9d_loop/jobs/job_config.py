@@ -54,7 +54,7 @@ _OF_LOADING = {
     "subfolder": "Set model.folder to this folder",
     "trust_remote_code": "Remove it: a job runs no code of a folder",
 }
-"""Arguments of `from_pretrained` that are no entries of `config.json`, and what to do instead."""
+"""Arguments of `from_pretrained` that are not entries of `config.json`, and what to do instead."""
 
 ALL_LINEAR = "all-linear"
 """Value of `adapter.target` for all linear layers except those of a head."""
@@ -288,7 +288,7 @@ class TextJobConfig(JobFileConfig):
         unused += [] if model.folder is None else [f"model.{name}" for name in model.entries]
         if unused:
             raise ValueError(
-                f"{unused[0]} applies to models of transformers, but dataset.packing = true uses d9d's own model of "
+                f"{unused[0]} applies to transformers models, but dataset.packing = true uses d9d's own model of "
                 "the family; expected no dtype and no changes to the folder's config.json. Remove "
                 f"{unused[0]}"
             )

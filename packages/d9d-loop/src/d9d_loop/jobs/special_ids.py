@@ -16,7 +16,7 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 def end_ids(config: TextJobConfig) -> list[int]:
     """Return the ids of the tokens that end an answer or a text of the job's model.
 
-    They are those of the model, the token that ends each turn or text in training, and that of the tokenizer.
+    They are the model's end tokens, the token that ends each turn or text in training, and the tokenizer's end token.
     """
     folder, chat = config.model.folder, chat_tokenizer(config) if config.job in CHAT_JOBS else None
     tokenizer = text_tokenizer(config) if chat is None else chat.text_tokenizer

@@ -1,4 +1,4 @@
-"""Model of a job on text: a model of `transformers`, or d9d's own model of the family for packed rows."""
+"""Model of a job on text: a `transformers` model, or d9d's own model of the family for packed rows."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -45,7 +45,7 @@ def transformers_model(
 
 
 def auto_class(job: JobKind) -> Any:
-    """Return the class of `transformers` that builds the model of a job."""
+    """Return the `transformers` class that builds the model of a job."""
     import transformers
 
     match job:
@@ -80,7 +80,7 @@ def own_model(config: TextJobConfig, tokenizer: TextTokenizer) -> ModelProvider:
 
 
 def model_config(config: TextJobConfig, tokenizer: TextTokenizer, changes: Mapping[str, Any]) -> Any:
-    """Return the configuration of `transformers` for the folder or the family, with changes."""
+    """Return the `transformers` configuration for the folder or the family, with changes."""
     if config.model.folder is None:
         return _new_config(config, tokenizer, changes)
     return read_config(config.model.folder, auto_class(config.job), changes)

@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return values in float32, or in float64 if they are."""
+    """Return values in at least float32."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -78,7 +78,7 @@ def _of_all_tokens(values: Tensor, batch: Batch) -> Tensor:
 
 
 def _split(batch: Batch, split: ContextSplit) -> Batch:
-    """Return this rank's part of the entries with a value per token. The first rank counts skipped samples."""
+    """Return the batch with this rank's part of per-token entries. Only the first rank counts skipped samples."""
     own = {key: split.split(each, dim=-1) for key, each in batch.items() if key in PER_TOKEN}
     if POSITIONS in batch:
         own[POSITIONS] = label_positions(own["labels"], batch[POSITIONS].shape[-1])
@@ -185,7 +185,7 @@ class LabelScores(InferenceTask):
         return {**self._task.split_sequence(batch, split), **of_images, "cp": split}
 
     def join_sequence(self, outputs: Any, split: ContextSplit) -> Any:
-        """Return this rank's outputs: `results` joins their log-probabilities, which are smaller."""
+        """Return this rank's outputs unchanged: `results` joins only the log-probabilities, which are smaller."""
         return outputs
 
     def results(self, outputs: Any, batch: Any) -> list[JsonValue]:

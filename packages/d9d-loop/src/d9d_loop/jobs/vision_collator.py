@@ -25,7 +25,7 @@ from d9d_loop.jobs.text_tasks import PER_TOKEN, POSITIONS, label_positions
 from d9d_loop.jobs.vision_packing import RowPacker
 
 _BYTES_AT_ONCE = 1 << 18
-"""Bytes of decoded images after which the processor converts: it needs many times as much meanwhile."""
+"""Bytes of decoded images after which the processor converts them; the conversion needs many times as much."""
 _STAND_IN = Conversation(
     [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "."}]}], first_trained=1
 )
@@ -53,10 +53,10 @@ class ImageRow:
 
 @final
 class ImageCollator:
-    """Collator of samples of `num_each` rows, which decodes and converts as many rows at once as have small images.
+    """Collator of samples of `num_each` rows each; it decodes and converts them in portions of limited image size.
 
     A row of more than `data.length` tokens is cut after its last image, if `data.too_long` is `truncate`; a sample with
-    a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples: one a row.
+    a row whose images or first label do not fit is skipped. With a packer, it collates lists of samples, one per row.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ImageCollator:
         return f"{self._tokenizer_identity} {self._processor.to_json_string()} {settings}"
 
     def replacements(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the texts that replace the placeholders of the images of a row of these widths and heights."""
+        """Return the texts that replace the image placeholders of a row, whose images have these (width, height)."""
         from PIL import Image  # noqa: PLC0415 - an extra
 
         images = [Image.new("RGB", each) for each in sizes]
@@ -132,7 +132,7 @@ class ImageCollator:
         return [each["replacement"] for each in self._processor.get_text_with_replacements.found[0]]
 
     def num_tokens(self, sample: Sequence[ImageRow], replacements: Callable[[tuple[Any, ...]], list[str]]) -> int:
-        """Return the number of tokens of a sample of one row, whose images are sizes; 0 if it is skipped."""
+        """Return the number of tokens of a one-row sample with sizes in place of its images; 0 if it is skipped."""
         (row,) = sample
         try:
             texts = replacements(tuple(row.images)) if row.images else []
@@ -146,7 +146,7 @@ class ImageCollator:
         return min(len(ids), self._length) if self._fits(row, labels, end) else 0
 
     def _check_text(self) -> None:
-        """Raise `UserError` if the processor changes a text outside of its placeholders: labels would move."""
+        """Raise `UserError` if the processor changes a text outside of placeholders, which would shift the labels."""
         found, text = self._process([self._stand_in])[0]["input_ids"][0].tolist(), self._stand_in.text
         for each in reversed(self._processor.get_text_with_replacements.found[0]):
             text = text[: each["span"][0]] + each["replacement"] + text[each["span"][1] :]
@@ -163,7 +163,7 @@ class ImageCollator:
             )
 
     def _portions(self, samples: dict[int, Sequence[ImageRow]]) -> Iterator[dict[int, Sequence[ImageRow]]]:
-        """Decode the images of samples in portions, which end with the sample that reaches `_BYTES_AT_ONCE`."""
+        """Yield samples with decoded images, in portions that end when they reach `_BYTES_AT_ONCE` bytes."""
         portion, num_bytes = dict[int, Sequence[ImageRow]](), 0
         for index, rows in samples.items():
             if (decoded := self._decoded(rows)) is None:
@@ -177,7 +177,7 @@ class ImageCollator:
         yield portion
 
     def _decoded(self, rows: Sequence[ImageRow]) -> Sequence[ImageRow] | None:
-        """Return a sample with decoded images; `None` if one is broken, and such samples are dropped."""
+        """Return a sample with decoded images; `None` if an image is broken and such samples are dropped."""
         decode = cache(lambda i: pixels_tensor(i()) if self._reads_tensors else i())  # a pair has the same images
         try:
             return [replace(row, images=[decode(i) if callable(i) else i for i in row.images]) for row in rows]
@@ -187,7 +187,7 @@ class ImageCollator:
             raise UserError(f"{rows[0].place()}: {error}") from error
 
     def _process_kept(self, samples: dict[int, Sequence[ImageRow]]) -> tuple[dict[str, Tensor], list[int]] | None:
-        """Return what `_process` returns for samples, without those that are skipped, which are removed; or `None`."""
+        """Remove skipped samples from `samples`; return `_process` of the rest, or `None` if all are skipped."""
         while samples:
             rows = [row for of_sample in samples.values() for row in of_sample]
             try:
@@ -211,7 +211,7 @@ class ImageCollator:
         return None
 
     def _process(self, rows: Sequence[ImageRow]) -> tuple[dict[str, Tensor], list[int]]:
-        """Return the inputs of the model with labels [B, L] that are not shifted, and the end of each row's images."""
+        """Return the model's inputs with unshifted labels [B, L], and the end of each row's last image, in tokens."""
         self._processor.get_text_with_replacements.found = [[] for _ in rows]
         batch = dict(
             self._processor(
@@ -238,7 +238,7 @@ class ImageCollator:
         return batch, [end for _, end in found]
 
     def _is_accepted(self, row: ImageRow) -> bool:
-        """Return True if the processor converts a row. Raise `UserError` if not, and such rows are errors."""
+        """Return True if the processor can convert a row; if not, raise `UserError` unless such rows are dropped."""
         try:
             self._process([row])
         except Exception as error:
@@ -247,7 +247,7 @@ class ImageCollator:
         return True
 
     def _reject(self, row: ImageRow, error: Exception) -> None:
-        """Raise `UserError` for a row that the processor does not convert, if such rows are errors."""
+        """Raise `UserError` for a row that the processor cannot convert, unless such rows are dropped."""
         if self._broken == "refuse":
             raise UserError(
                 f"{row.place()}: the processor cannot convert the images: {error} Replace or remove them, or set "
@@ -255,7 +255,7 @@ class ImageCollator:
             ) from error
 
     def _fits(self, row: ImageRow, labels: Tensor, end: int) -> bool:
-        """Return True if a row is used. Raise `UserError` if it is too long, and such rows are errors."""
+        """Return True if a row is used. Raise `UserError` if it is too long and such rows are errors."""
         if len(labels) <= self._length:
             return True
         if self._too_long == "refuse":
@@ -273,7 +273,7 @@ def _labels(row: ImageRow, ids: Tensor, offsets_L2: Tensor, replaced: Sequence[d
     starts, stops = offsets_L2.T.numpy()
 
     def tokens_of(span: Span) -> slice:
-        """Return the tokens inside of characters of the text, without tokens of no characters at both ends."""
+        """Return the range of tokens inside a span of characters, without empty tokens at both ends."""
         first, stop = bisect_left(starts, span[0]), bisect_right(stops, span[1])
         while first < stop and starts[first] == stops[first]:
             first += 1
@@ -292,7 +292,7 @@ def _labels(row: ImageRow, ids: Tensor, offsets_L2: Tensor, replaced: Sequence[d
 
 
 def _moved(span: Span, replaced: Sequence[dict[str, Any]]) -> Span:
-    """Return characters of a text in the text whose placeholders are replaced."""
+    """Return the position of a span after the replacement of the placeholders before it."""
     added = [(each["span"][1], each["new_span"][1] - each["span"][1]) for each in replaced]
     start, stop = (char + max((more for end, more in added if end <= char), default=0) for char in span)
     return start, stop

@@ -29,13 +29,13 @@ from d9d_loop.model.hugging_face_model import read_config
 
 
 def check_family(config: TextJobConfig, key: str) -> Any:
-    """Return the configuration of the model of a job; raise `UserError` if the setting `key` may change its numbers."""
+    """Return the model configuration of a job; raise `UserError` if the setting `key` is not tested with its family."""
     folder = config.model.folder
     assert folder is not None
     found = read_config(folder, auto_class(config.job), config.model.entries)
     if found.model_type not in IMAGE_MODELS:
         raise UserError(
-            f"{key} is set, but {folder} is a {found.model_type}, for which it is not compared with whole single "
+            f"{key} is set, but {folder} is a {found.model_type}, for which no test compares it with single whole "
             f"samples; expected {', '.join(sorted(IMAGE_MODELS))}. Remove {key}."
         )
     return found
@@ -43,7 +43,7 @@ def check_family(config: TextJobConfig, key: str) -> Any:
 
 @final
 class RowPacker:
-    """Packer of samples into rows: those of an element of a batch follow each other in a row, and padding after them.
+    """Packer of samples into rows: the samples of a batch element follow each other in its row, before the padding.
 
     A batch has `position_ids` [B, L] instead of `attention_mask`. They start at 0 in each sample, and `transformers`
     derives from them which tokens see each other. A model with positions in several dimensions gets [1 + D, B, L]:

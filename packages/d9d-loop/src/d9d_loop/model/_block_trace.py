@@ -39,7 +39,7 @@ class Argument:
 @final
 @dataclass(slots=True)
 class BlockTrace:
-    """What a forward does with the blocks and with the parameters outside of them.
+    """Uses of the blocks, and of the parameters outside of them, in a forward.
 
     Attributes:
         blocks: Name of the module list whose modules are the blocks.
@@ -207,7 +207,7 @@ def _record(trace: BlockTrace) -> None:
 
 @final
 class MetaAnswers(TorchDispatchMode):
-    """Answers the questions of a forward about values: a mask is all ones, and a row is one document."""
+    """Mode that answers reads of values on `meta`, as if a mask is all ones and a row is one document."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -219,7 +219,7 @@ class MetaAnswers(TorchDispatchMode):
 
 @final
 class _Positions(TorchDispatchMode):
-    """Records the positions of tensors by storage, so that views have the position of their base."""
+    """Mode that records the positions of tensors by storage, so that views have the position of their base."""
 
     def __init__(self, model: nn.Module, trace: BlockTrace) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class _Positions(TorchDispatchMode):
         self._trace.dtype = next(tensor.dtype for _, tensor in tensors_in(output))
 
     def mix(self, positions: set[int | None], here: int | None, what: str) -> None:
-        """Record that `what` needs values of different positions, and of the position `here`, if any."""
+        """Record that code, described by `what`, combines values of these positions, and of `here` if not None."""
         found = {each for each in (*positions, here) if each is not None}
         if positions != {None} and found and min(found) < max(found):
             self._trace.mixed.setdefault((min(found), max(found)), what)

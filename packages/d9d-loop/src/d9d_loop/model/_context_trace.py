@@ -49,10 +49,10 @@ Dims: TypeAlias = dict[Path, int | None]
 @final
 @dataclass(slots=True)
 class WholeRows:
-    """Module that computes whole rows, or modules: `inputs` are those of the first and `outputs` those of the last one.
+    """One or more modules that compute whole rows: `inputs` belong to the first and `outputs` to the last one.
 
     Attributes:
-        reason: What its code does with positions.
+        reason: Description of what the code does with positions.
     """
 
     reason: str
@@ -63,11 +63,11 @@ class WholeRows:
 @final
 @dataclass(slots=True)
 class ContextTrace:
-    """What context-parallel ranks split.
+    """Parts of a model that context-parallel ranks split, and modules that compute whole rows.
 
     Attributes:
         blocks: Name of the module list of blocks.
-        whole: Modules of blocks that compute whole rows. A module around the blocks computes them behind the blocks.
+        whole: Modules of blocks that compute whole rows. A module around the blocks computes them after the blocks.
         splits: For each block, paths of the arguments with whole rows, and the dim to split.
         attention: Names of modules that call the attention interface with local queries.
     """
@@ -145,7 +145,7 @@ class _DataDependentError(Exception):
 
 @final
 class _Positions(TorchDispatchMode):
-    """Records which tensors are local, by storage, and raises `UserError` at code that combines positions."""
+    """Mode that records which tensors are local, by storage, and raises `UserError` at code that mixes positions."""
 
     def __init__(self, model: Any, trace: ContextTrace, length: int) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class _Positions(TorchDispatchMode):
         return tree
 
     def _whole_dim(self, tensor: Tensor) -> int | None:
-        """Return the dim of whole rows. A mask has two of them, and the last one is that of the keys."""
+        """Return the dim of whole rows. A mask has two of them, the last one for the keys: return the first."""
         dims = [dim for dim, size in enumerate(tensor.shape) if size == 2 * self._length]
         if tensor.dim() == 4 and dims and dims[-1] == 3:  # a mask [B, H, queries, keys]
             dims.pop()

@@ -30,7 +30,7 @@ _OF_WHOLE_ROWS = {"labels", "logits_to_keep", "start_positions", "end_positions"
 
 
 def split_rows(model: Any, whole: Any, mesh: DeviceMesh) -> dict[str, str]:
-    """Let a model, or a stage of it, take and return this rank's part of the rows of `ContextSplit`, in place.
+    """Make a model, or a stage of it, take and return this rank's part of rows split by `ContextSplit`, in place.
 
     `whole` is the whole model, which may be on `meta`. Return the modules that compute whole rows, with the reason.
 
@@ -125,7 +125,7 @@ class _Parts:
         return self._map(self._part, dims, (args, kwargs), self.whole_length)
 
     def split_features(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments of a decoder that adds features of images behind its blocks, for this rank's tokens."""
+        """Return the arguments of a decoder that adds image features to its hidden states, for this rank's tokens."""
         if (features := kwargs.get("deepstack_visual_embeds")) is None:
             return args, kwargs
         is_image = kwargs["visual_pos_masks"]
@@ -139,17 +139,17 @@ class _Parts:
         return self._map(self._split.split, dims, output, self.whole_length)
 
     def gather(self, dims: Dims, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments of a module that computes whole rows."""
+        """Return the arguments of a module that computes whole rows, gathered from all context-parallel ranks."""
         return self.gather_output(dims, module, args, (args, kwargs))
 
     def gather_output(self, dims: Dims, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output of the last block with whole rows."""
+        """Return the output of the last block, with rows gathered from all context-parallel ranks."""
         join = partial(self._split.join, gradient="partial")
         return self._map(join, dims, output, self.whole_length // self._split.mesh.size())
 
     def _map(self, function: Any, dims: Dims, tree: Any, length: int) -> Any:
         for path, tensor in list(tensors_in(tree)):
-            # The trace has no mask of padding: [B, H, queries, keys] or [B, positions].
+            # The trace ran without a padding mask, which is [B, H, queries, keys] or [B, positions].
             is_mask = path not in dims and tensor.shape[-1] == (self.whole_length if tensor.dim() == 4 else length)
             unseen = {4: 2, 2: 1}.get(tensor.dim()) if is_mask else None
             dim = dims.get(path, unseen)

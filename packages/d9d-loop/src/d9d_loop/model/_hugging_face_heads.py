@@ -16,7 +16,7 @@ import torch
 @final
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Differences between a folder and a model that are no errors; see `hugging_face_model`."""
+    """Differences between a folder and a model that are not errors; see `hugging_face_model`."""
 
     new: Sequence[str] = ()
     unused: Sequence[str] = ()

@@ -6,7 +6,7 @@ also runs the forward, for masks, positions and rotary tables. Absent layers ret
 their input. At the cut the received tensors replace the arguments of the block. So code outside of the blocks, such as
 the scale of an embedding, acts on the hidden states of exactly one stage.
 
-Features of images that a decoder adds behind blocks of later stages (DeepStack) follow the tensors of a cut, as
+Image features that a decoder adds after blocks of later stages (DeepStack) follow the tensors of a cut, as
 [B, L, H] with zeros at tokens of texts. A decoder adds received features at all tokens.
 """
 
@@ -154,7 +154,7 @@ class _Flow:
         return torch.zeros((), dtype=like.dtype, device=self.hidden.device).expand(like.shape)
 
     def exchange_features(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Let a decoder add the received features of images; keep those that later stages add."""
+        """Let a decoder add the received image features; keep the features that later stages add."""
         if found := self._features:
             kwargs["visual_pos_masks"] = torch.ones((), dtype=torch.bool, device=found[0].device)
             kwargs["deepstack_visual_embeds"] = [*[found[0].new_zeros(())] * self.own.start, *found]
@@ -176,7 +176,7 @@ class _Flow:
         return call
 
     def take(self, index: int, call: tuple[Any, Any]) -> None:
-        """Take what the next stages receive from the call of an absent block. Leave the forward if that is all."""
+        """Keep the arguments of an absent block that later stages receive. Leave the forward once all are kept."""
         if index < self.own.stop:
             return
         self._expected.discard(index)
@@ -205,7 +205,7 @@ class _Entry(nn.Module):
 
 
 class _AbsentError(UserError, AttributeError):
-    """Read of an attribute that a module of another stage lacks."""
+    """Error of a forward that reads an attribute of a module of another stage."""
 
 
 class Absent(nn.Module):
@@ -250,7 +250,7 @@ class _AbsentLayer(Absent):
         self._layer = (on_meta, flow)
 
     def __getattr__(self, name: str) -> Any:
-        """Return zeros for a parameter, of which models read the dtype and the device."""
+        """Return zeros for a parameter, because models read its dtype and its device."""
         module, flow = vars(self).get("_layer", (None, None))
         if module is not None and name in module._parameters and name not in self._parameters:
             return flow.zeros(module._parameters[name])

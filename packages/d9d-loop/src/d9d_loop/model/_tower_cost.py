@@ -15,7 +15,7 @@ from d9d_pipeline import Inputs
 
 
 def tower_cost(model: Any, inputs: Inputs) -> float:
-    """Return the FLOPs of the tower and the projector, in those of a block; 0 without images.
+    """Return the FLOPs of the tower and the projector as a multiple of those of a block; 0 without images.
 
     0 if the model does not run without values, or has no list of blocks: the cost is then unknown.
     """
@@ -46,9 +46,9 @@ def tower_cost(model: Any, inputs: Inputs) -> float:
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> tuple[float, float]:
-    """Return the share of the elements behind the first trained parameter, which gradients reach, and of trained ones.
+    """Return two shares of the elements: from the first trained parameter on, and in trained parameters.
 
-    Parameters are in the order of their use.
+    Parameters are in the order of their use, so backward computes gradients of activations in the first share.
     """
     sizes = [(each.numel(), each.requires_grad) for each in parameters]
     total = sum(size for size, _ in sizes)

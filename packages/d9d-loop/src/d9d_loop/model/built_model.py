@@ -139,7 +139,7 @@ _FILLED = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.r
 
 @final
 class _FilledOnMeta(TorchFunctionMode):
-    """Function mode in which tensors of one value, of none or of random ones are created on `meta`, not on the CPU.
+    """Function mode that creates constant, uninitialized and random tensors on `meta` instead of the CPU.
 
     Attributes:
         needs_values: True if an operation failed, or if code draws random numbers on the CPU. They differ from those of
@@ -204,7 +204,7 @@ def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:
 
 
 def _set_own_modes(model: nn.Module) -> None:
-    """Call `train` of modules that override it, as a training loop does: they may keep parts in evaluation mode."""
+    """Call `train` of modules that override it, as a training loop does: some keep submodules in evaluation mode."""
     for module in model.modules():
         if module.training and type(module).train is not nn.Module.train:
             module.train()

@@ -1,4 +1,4 @@
-"""What other programs lose of an exported model without an error, decided from its `config.json`.
+"""Parts of an exported model that other programs ignore without an error, found from its `config.json`.
 
 The nightly lane `exports` loads exports in these programs, and requires equal logits or a note for each difference.
 """
@@ -25,7 +25,7 @@ _GEMMA3_BASES = (1_000_000.0, 10_000.0)
 
 
 class ExportNote(NamedTuple):
-    """Part of a model that a program loses without an error."""
+    """Part of a model that a program ignores without an error."""
 
     reader: Reader
     text: str
@@ -35,14 +35,14 @@ class ExportNote(NamedTuple):
 
 
 def print_export_notes(folder: Path) -> None:
-    """Print what other programs lose of the model in a folder, if it has a `config.json`."""
+    """Print the parts of the model in a folder that other programs ignore, if it has a `config.json`."""
     path = folder / "config.json"
     for note in export_notes(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ():
         print(note)
 
 
 def export_notes(config: Config) -> list[ExportNote]:
-    """Return what other programs lose of the model that a `config.json` describes, without an error."""
+    """Return the parts of the model of a `config.json` that other programs ignore without an error."""
     return [*_of_transformers_4(config), *_of_ctranslate2(config), *_of_gguf(config)]
 
 

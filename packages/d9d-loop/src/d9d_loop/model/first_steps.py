@@ -96,7 +96,7 @@ class FirstSteps:
 
 @final
 class _Reads:
-    """Recorder of the attributes that a module reads before it sets them. It replaces the module's class meanwhile."""
+    """Recorder of the attributes that a module reads before it sets them. Until `stop`, it replaces the class."""
 
     def __init__(self, module: nn.Module, name: str, keys: set[str]) -> None:
         self._module, self._name, kind = module, name, type(module)
@@ -117,7 +117,7 @@ class _Reads:
         module.__class__ = type(kind.__name__, (self._kind,), {"__getattribute__": get, "__setattr__": put})
 
     def stop(self) -> dict[str, bool]:
-        """Stop recording; return the names of attributes that were read before they were set, True for containers."""
+        """Stop recording; return the names of attributes read before they were set, and True if not a plain value."""
         self._module.__class__ = self._kind
         return {_full_name(self._name, key): not _is_plain(vars(self._module).get(key)) for key in self._read}
 

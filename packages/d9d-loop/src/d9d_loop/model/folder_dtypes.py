@@ -1,4 +1,4 @@
-"""Dtypes of the tensors in a folder of weights, in which an export of the fine-tuned model keeps them."""
+"""Dtypes of the tensors in a folder of weights, which an export of the fine-tuned model keeps."""
 
 import json
 from collections import Counter

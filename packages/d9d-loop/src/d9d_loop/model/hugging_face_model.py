@@ -253,7 +253,7 @@ class _HuggingFaceModel(ModelProvider):
 
 
 def takes_positions(model: ModelProvider) -> bool:
-    """Return True if the forward of a model of `transformers` takes positions of logits [B, K] as `logits_to_keep`."""
+    """Return True if the forward of a `transformers` model takes positions of logits [B, K] as `logits_to_keep`."""
     from transformers import modeling_utils
 
     has_rows = hasattr(modeling_utils, "slice_logits_to_keep")  # before, all rows had the same positions
@@ -262,7 +262,7 @@ def takes_positions(model: ModelProvider) -> bool:
 
 
 def _forget_positions(module: Any, *_: Any) -> None:
-    """Remove the positions that a model keeps for generation: they differ between ranks, and training has no use."""
+    """Remove positions that a model keeps for generation: they differ between ranks, and training does not use them."""
     if module.training:
         module.rope_deltas = None
 

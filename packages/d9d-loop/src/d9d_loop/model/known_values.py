@@ -20,14 +20,14 @@ _META = torch.device("meta")
 
 @contextmanager
 def known_values() -> Generator[None]:
-    """Create tensors on `meta` in the body, except those whose values are known: see the module."""
+    """Create tensors on `meta` in the body, except those whose values are known: see the module docstring."""
     with _META, _FromLists(), _KnownValues():
         yield
 
 
 @final
 class _FromLists(TorchFunctionMode):
-    """Mode in which tensors of lists and numbers keep their values."""
+    """Function mode in which tensors created from lists and numbers keep their values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class _FromLists(TorchFunctionMode):
 
 @final
 class _KnownValues(TorchDispatchMode):
-    """Mode in which operators take tensors on the CPU and on `meta` together."""
+    """Dispatch mode in which operators accept tensors on the CPU and on `meta` together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _KnownValues(TorchDispatchMode):
                 if argument.is_write and isinstance(each, Tensor) and not each.is_meta
             ]
             if any(each.is_floating_point() for each in written):
-                raise NotImplementedError(f"{func} writes a value that depends on parameters to one that does not")
+                raise NotImplementedError(f"{func} writes values that depend on parameters to a tensor that does not")
             self._unknown |= {each.untyped_storage()._cdata: each.untyped_storage() for each in written}
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: x if self._is_known(x) else _moved(x), (args, kwargs))
             result = _on_meta(func, args, kwargs)

@@ -77,7 +77,7 @@ def check_parameters_are_saveable(model: nn.Module) -> None:
 
 
 def describe_precision(model: nn.Module, *, computes_in_bfloat16: bool) -> str | None:
-    """Return what to tell about the dtypes of trained parameters; `None` if all computation is in float32."""
+    """Return a note about the dtypes of trained parameters; `None` if all computation is in float32."""
     dtypes = {each.dtype for each in model.parameters() if each.requires_grad}
     if torch.bfloat16 in dtypes:
         return (

@@ -60,7 +60,7 @@ class ModelProvider(ABC):
         """
 
     def first_cost(self, model: nn.Module, inputs: Callable[[], Inputs]) -> float | None:
-        """Return the cost of what the first stage computes before its layers, in layers that no ranks split.
+        """Return the cost of what the first stage computes before its layers, in units of one unsplit layer.
 
         `inputs` returns those of a microbatch. `virtual_layers` becomes the cost times the number of context-parallel
         and tensor-parallel ranks; the default `None` keeps it.

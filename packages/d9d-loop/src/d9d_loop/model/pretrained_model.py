@@ -1,4 +1,4 @@
-"""Provider of d9d's own models for Hugging Face folders, found through the entry point of d9d-modules."""
+"""Provider of d9d's own models for Hugging Face folders, which an entry point of d9d-modules recognizes."""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -48,7 +48,7 @@ class RecognizedModel(Protocol):
         ...
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        """Return JSON files of an export."""
+        """Return the JSON files of an export by name."""
         ...
 
 
@@ -63,7 +63,7 @@ def pretrained_model(
     """Return a provider of d9d's own model for a Hugging Face folder; its family is recognized by `config.json`.
 
     The model supports every axis of the mesh that its family supports, pipeline stages included. For other families use
-    `hugging_face_model`. Needs d9d-modules, and d9d-moe for sparse families.
+    `hugging_face_model`. Needs d9d-modules, and d9d-moe for MoE families.
 
     Args:
         folder: Folder with `config.json`, the name of a model in the local cache of Hugging Face, or the entries of a

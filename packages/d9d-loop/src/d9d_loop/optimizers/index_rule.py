@@ -57,7 +57,7 @@ def _merged(region: Region, shape: torch.Size) -> list[tuple[int, int, int]]:
 
 
 def global_indices(rule: IndexRule, begin: int, end: int, device: torch.device) -> Tensor:
-    """Return the global indices of the elements [begin, end) of a rule, as int64 [end - begin]."""
+    """Map the indices [begin, end) by a rule; return flat indices in the full tensor, int64 [end - begin]."""
     i = torch.arange(begin, end, device=device)
     if rule.run == rule.stride or end <= rule.run:
         return i.add_(rule.offset)

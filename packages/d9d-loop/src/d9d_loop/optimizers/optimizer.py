@@ -157,7 +157,7 @@ class OptimizerSettings(Section, ABC):
         if self.only_matrices and (wrong := [each for each in members if each.role != "matrix"]):
             name, shown = type(self).__name__, shorten(f"{each.name} {list(each.parameter.shape)}" for each in wrong)
             raise UserError(
-                f"{name.removesuffix('Config')} updates matrices, but got {shown}, which are no matrices. Use another "
+                f"{name.removesuffix('Config')} updates matrices, but got {shown}, which are not matrices. Use another "
                 'optimizer for them: [[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
             )
         decays_all = self.decays == "all" or weight_decay is not None

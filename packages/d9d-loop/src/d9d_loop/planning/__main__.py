@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{', '.join(hardware_names())} or a TOML file."
             )
         hardware = Hardware.load(options.hardware)  # before the import of torch
-        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # the job's own messages are no JSON
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # the job's own messages are not JSON
             trainer, _ = read_job(rest, world_size=options.world_size)
             plan = planning.plan_cluster(
                 trainer, world_size=options.world_size, hardware=hardware, search=options.search

@@ -38,11 +38,11 @@ CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Placement of a process group on nodes.
+    """Distribution of a process group over nodes.
 
     Attributes:
         size: Number of ranks.
-        per_node: Ranks of the group in one node.
+        per_node: Number of the group's ranks in one node.
     """
 
     size: int

@@ -58,9 +58,9 @@ class DecoderShape:
         is_gated: True for SwiGLU: three matrices; False for two.
         tie_embeddings: True if the output head shares the embedding's weight.
         learned_positions: Number of learned position embeddings.
-        num_experts: Routed experts of a sparse layer; 0 for a dense model.
+        num_experts: Routed experts of an MoE layer; 0 for a dense model.
         expert_size: Inner size of an expert.
-        num_dense_layers: First layers with a dense feed-forward layer, in a sparse model.
+        num_dense_layers: Number of first layers with a dense feed-forward block, in an MoE model.
         shared_size: Inner size of the shared expert; 0 without.
         latent: Sizes of multi-head latent attention (query rank, key-value rank, rope size, value size); `None` for
             grouped-query attention.
@@ -122,12 +122,12 @@ class DecoderShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Number of expert weights in one sparse layer."""
+        """Number of expert weights in one MoE layer."""
         return 3 * self.num_experts * self.hidden_size * self.expert_size
 
     @property
     def shared_parameters(self) -> int:
-        """Number of weights in the shared expert and the router of one sparse layer."""
+        """Number of weights in the shared expert and the router of one MoE layer."""
         return self.hidden_size * (3 * self.shared_size + self.num_experts)
 
     @property

@@ -24,7 +24,7 @@ def values_of(tensor: Any) -> Tensor | None:
 
 
 def _is_new(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if an operator makes integers or a range on the CPU of numbers alone."""
+    """Return True if an operator creates integers or a range on the CPU, from numbers alone."""
     is_exact = kwargs.get("dtype") in _EXACT or func.overloadpacket in _RANGES
     return is_exact and kwargs.get("device", _CPU) == _CPU and not any(isinstance(each, Tensor) for each in args)
 

@@ -142,7 +142,7 @@ class ClusterPlan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs per second over the bf16 peak of all devices, with as many labels as the measured microbatch."""
+        """Model FLOPs per second over the bf16 peak of all devices, with the measured microbatch's share of labels."""
         flops = self._flops_per_token * self.layout.global_tokens
         return flops / self.time.total / self.layout.world_size / self.hardware.device.peak_flops["bf16"]
 

@@ -20,7 +20,7 @@ _UNCOUNTED = 0.05
 
 
 def layout_of(plan: JobPlan, runs: Sequence[DryRun], shape: DecoderShape | None, *, length: int) -> PlanLayout:
-    """Return the layout of a job from runs of its ranks, the first stage first; `length`: tokens of a sample."""
+    """Return the layout of a job from runs of its ranks in stage order. `length` is the number of tokens per sample."""
     run, inputs = runs[0], to_inputs(plan.task.inputs(plan.first_batch()))
     mesh, schedule = plan.model.mesh, plan.model.schedule
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
@@ -125,9 +125,9 @@ def _unmodeled_passes(plan: JobPlan) -> list[str]:
 
 
 def _logit_tokens(run: DryRun, layout: PlanLayout, shape: DecoderShape) -> float:
-    """Return the number of tokens whose logits exist at once, 0 without any; those of the whole vocabulary count more.
+    """Return the number of tokens whose logits exist at the same time; 0 without logits.
 
-    The result is the number of logits, divided by the number of those that the rank has of a token.
+    It is the number of logits divided by the size of the rank's part of the vocabulary: unsplit logits count more.
     """
     vocabulary = -(-shape.vocab_size // layout.tp)
     sizes = {vocabulary, shape.vocab_size}

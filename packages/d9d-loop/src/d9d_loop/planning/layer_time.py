@@ -1,12 +1,12 @@
 """Time of one layer, the embedding and the head for one microbatch on one rank, forward and backward, in s.
 
     forward  = sum of kernels(tokens / cp, widths / tp) + tensor-parallel and expert collectives
-    backward = the products of input and weight gradients + pointwise kernels + the same collectives
+    backward = input-gradient and weight-gradient products + pointwise kernels + the same collectives
     recompute = full: forward again, without the last product; selective: attention's core and activation function again
 
 Tensor parallelism: two all-reduces of b s h values (microbatch size, length, hidden size) per pass (Shoeybi et al.
 2019, https://arxiv.org/abs/1909.08053), or with sequence parallelism an all-gather and a reduce-scatter each
-(Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). A sparse layer has these collectives only for attention and
+(Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). An MoE layer has these collectives only for attention and
 for a split shared expert, because its router and experts process the tokens of the rank. Bytes of fused pointwise
 kernels are counted below, per kernel, in elements of 2 bytes.
 """
@@ -124,7 +124,7 @@ class LayerTime:
 
 
 def layer_time(shape: DecoderShape, layout: PlanLayout, hardware: Hardware, *, sparse: bool) -> LayerTime:
-    """Return the times of a dense or sparse layer for one microbatch."""
+    """Return the times of a dense or MoE layer for one microbatch."""
     t = layout.tp
     tokens = layout.tokens_per_microbatch
     parallel, whole = _linears(shape, layout, sparse=sparse)

@@ -221,7 +221,7 @@ def _num_changes(layout: PlanLayout, settings: Mapping[str, Any]) -> int:
 
 
 def _choices(layout: PlanLayout) -> list[dict[str, Any]]:
-    """Return the settings that a layout of the same degrees can have."""
+    """Return the combinations of settings that do not change the degrees of a layout."""
     reduces = (False, True) if layout.num_microbatches > 1 and layout.pp == 1 else (False,)
     return [
         {"recompute": kind, "recompute_every": every, "reduces_each_microbatch": each, "offload": offload}
@@ -291,7 +291,7 @@ def legal_layouts(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -
 
 
 def _legal_degrees(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -> Iterator[PlanLayout]:
-    """Yield one of the layouts that differ only in a choice of `_choices`."""
+    """Yield a layout for each legal combination of degrees and microbatch size; `_choices` has the other settings."""
     world_size, global_size = space.world_size, space.global_size
     degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
     tensor = [
@@ -332,7 +332,7 @@ def _legal_degrees(shape: DecoderShape, hardware: Hardware, space: SearchSpace) 
 
 
 def _virtual_layers(shape: DecoderShape, base: PlanLayout, *, parts: int, num_stages: int) -> tuple[int, int]:
-    """Return the virtual layers of a layout: as many as a tower costs, with which the first stage keeps a layer."""
+    """Return the virtual layers of a layout: the cost of the tower, reduced until the first stage keeps a layer."""
     if not base.tower_layers:
         return base.virtual_layers
     wanted = round(parts * base.tower_layers)

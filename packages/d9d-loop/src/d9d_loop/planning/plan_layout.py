@@ -181,7 +181,7 @@ class PlanLayout:
 
     @property
     def logit_tokens(self) -> float:
-        """Tokens of a microbatch on one rank whose logits the head computes; a part of a row may have all labels."""
+        """Most tokens of a microbatch whose logits one rank computes: its part of a row may have all labels."""
         return min(self.tokens_per_microbatch, round(self.logit_share * self.microbatch_size * self.length))
 
     @property

@@ -49,7 +49,7 @@ class StageTime:
         return self.forward + self.backward_input + self.backward_weight
 
     def rounded(self, unit: float) -> "StageTime":
-        """Return the times as whole numbers of a unit."""
+        """Return the times as multiples of `unit`, rounded to integers."""
         return StageTime(
             round(self.forward / unit), round(self.backward_input / unit), round(self.backward_weight / unit)
         )

@@ -108,7 +108,7 @@ LAYER_SETTINGS = ("tp", "cp", "ep", "microbatch_size", "length", "recompute", "r
 
 
 def layer_times(shape: DecoderShape, layout: PlanLayout, hardware: Hardware) -> tuple[LayerTime, LayerTime]:
-    """Return the times of a dense and of a sparse layer; for a dense model, both are the times of a dense layer."""
+    """Return the times of a dense and of an MoE layer; for a dense model, both are the times of a dense layer."""
     dense = layer_time(shape, layout, hardware, sparse=False)
     return dense, layer_time(shape, layout, hardware, sparse=True) if shape.num_experts else dense
 
@@ -151,13 +151,13 @@ def step_time(
 
 
 def layers_of(shape: DecoderShape, layout: PlanLayout, pipeline_rank: int) -> tuple[int, int]:
-    """Return the numbers of dense and sparse layers of a pipeline rank."""
+    """Return the numbers of dense and MoE layers of a pipeline rank."""
     counts = [stage_layers(shape, layout, index) for index in layout.stages_of(pipeline_rank)]
     return sum(each for each, _ in counts), sum(each for _, each in counts)
 
 
 def stage_layers(shape: DecoderShape, layout: PlanLayout, index: int) -> tuple[int, int]:
-    """Return the numbers of dense and sparse layers of a stage: whole layers, as `StageInfo.layers` splits them."""
+    """Return the numbers of dense and MoE layers of a stage: whole layers, as `StageInfo.layers` splits them."""
     dense = shape.num_layers - shape.num_sparse_layers
     return _stage_layers(shape.num_layers, dense, index, layout.num_stages, layout.virtual_layers)
 
@@ -166,7 +166,7 @@ def stage_layers(shape: DecoderShape, layout: PlanLayout, index: int) -> tuple[i
 def _stage_layers(
     num_layers: int, num_dense: int, index: int, num_stages: int, virtual: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the numbers of dense and sparse layers of a stage; the first `num_dense` layers of the model are dense."""
+    """Return the numbers of dense and MoE layers of a stage; the first `num_dense` layers of the model are dense."""
     layers = StageInfo(index, num_stages).layers(num_layers, virtual_before=virtual[0], virtual_after=virtual[1])
     sparse = len(range(max(layers.start, num_dense), layers.stop))
     return len(layers) - sparse, sparse
@@ -320,7 +320,7 @@ def _data_parallel(
 
 
 def _gathered_parts(group: ParameterGroup) -> list[ParameterGroup]:
-    """Return the parameters outside of layers and those of layers, if they are gathered; otherwise the group."""
+    """Split a group that FSDP gathers into parameters outside of layers and those of layers; else return the group."""
     if group.sharding != "parameters" or not group.outside or group.modules == 1:
         return [group]
     layers = replace(group, size=group.size - group.outside, outside=0.0, modules=group.modules - 1)

@@ -61,7 +61,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def describe_runs(folders: Sequence[Path], *, now: float) -> str:
-    """Return a table of runs. A folder that is no run stands for the runs in it.
+    """Return a table of runs. A folder that is not a run is replaced by the runs in it.
 
     Raises:
         UserError: If a folder does not exist or cannot be read.

@@ -49,7 +49,7 @@ NOT_RESTARTED = (ExitCode.USER_ERROR, ExitCode.INTERRUPTED)
 
 
 def restart_policy(code: int) -> Restart:
-    """Return whether a scheduler restarts a job that ended with an exit code: the table of `docs/resilience.md`."""
+    """Return how a scheduler restarts a job that ended with an exit code: the table of `docs/resilience.md`."""
     if code == 0 or code in NOT_RESTARTED:
         return "never"
     return "always" if code == ExitCode.STOPPED else "limited"
@@ -64,7 +64,7 @@ class Lost(Enum):
 
 @final
 class Stopped(SystemExit):
-    """Exception after the job has saved a checkpoint: because of a signal or a lost launcher, or to replace a host.
+    """Exit of a job that saved a checkpoint and stopped: on a signal or a lost launcher, or to replace a host.
 
     Uncaught, it exits with `ExitCode.STOPPED`; with `ExitCode.INTERRUPTED` if the signal was SIGINT (Ctrl-C), or with
     `ExitCode.PEER_LOST` if the launcher is gone.

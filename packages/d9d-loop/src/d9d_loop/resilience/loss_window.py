@@ -77,7 +77,7 @@ class LossWindow:
             self.add(step, float.fromhex(loss))
 
     def _admit_until(self, step: int) -> None:
-        """Move into the window the losses that an accelerator's host already knows in `step`."""
+        """Move the losses that the host of an accelerator knows by step `step` into the window."""
         while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
             self._admit(self._late.popleft()[1])
 

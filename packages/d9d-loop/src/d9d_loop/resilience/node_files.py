@@ -43,7 +43,7 @@ def spare_waits() -> bool:
 
 
 def write_slow_host() -> None:
-    """Ask the agent to replace this host by a spare one when its ranks have ended. Any of its ranks calls this."""
+    """Ask the agent to replace this host with a spare once its ranks have exited. Any rank of the host calls this."""
     _write(_SLOW, "slow")
 
 
@@ -55,12 +55,12 @@ def take_slow_host() -> bool:
 
 
 def write_replacing() -> None:
-    """Tell the agent that the ranks of all nodes end to replace a slow host, and must be restarted. Ranks call this."""
+    """Inform the agent that all ranks exit to replace a slow host, and must be restarted. Ranks call this."""
     _write(_REPLACING, "replacing")
 
 
 def is_replacing() -> bool:
-    """Return True if the ranks of all nodes end to replace a slow host. The agent calls this."""
+    """Return True if all ranks exit to replace a slow host. The agent calls this."""
     return _read(_REPLACING) is not None
 
 

@@ -54,7 +54,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
 
 @torch.no_grad()
 def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> None:
-    """Check that persistent buffers that are no DTensors are equal on all ranks of a pipeline stage.
+    """Check that persistent buffers that are not DTensors are equal on all ranks of a pipeline stage.
 
     They differ if forward updates a buffer, such as a moving average or a codebook, from the local microbatch only, or
     from this rank's outputs of a tensor-parallel layer.

@@ -37,7 +37,7 @@ _FAILING_SECONDS = 10.0  # a launcher sends SIGKILL if a rank takes longer to re
 
 @final
 class StopSignals:
-    """Context manager that catches signals, and makes all ranks agree on them in `agreed`. So does a lost launcher.
+    """Context manager that catches signals and the loss of the launcher, on which all ranks agree in `agreed`.
 
     Python allows signal handlers only in the main thread. In another thread, this rank catches no signals, but `agreed`
     still returns the signals of other ranks. The same holds for a signal that has a handler in native code, and for

@@ -66,7 +66,7 @@ def find_base(folder: Path, *, base: Path | None = None, weights: BaseWeights = 
     candidates = [base] if base is not None else found
     chosen = next((each for each in candidates if (each / "config.json").is_file()), None)
     if chosen is None:
-        names = f"{', '.join(map(str, candidates))} is no folder with config.json" if candidates else "none is named"
+        names = f"{', '.join(map(str, candidates))} is not a folder with config.json" if candidates else "none is named"
         raise UserError(
             f"{folder} contains adapters, and their base model is missing: {names}. Nothing is downloaded. Pass "
             "--base FOLDER, the folder of the base model."

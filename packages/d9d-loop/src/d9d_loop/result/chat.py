@@ -151,7 +151,7 @@ class _Streamed:
         self._stops, self._on_tokens, self._is_prompt = stops, on_tokens, True
 
     def put(self, value: "torch.Tensor") -> None:
-        """Add a token. The first call has the prompt."""
+        """Add a generated token. The first call passes the prompt, which is ignored."""
         if not self._is_prompt and (token := int(value)) not in self._stops:
             self.tokens.append(token)
             self._on_tokens(self.tokens)
@@ -232,7 +232,7 @@ def _answer(result: "LoadedResult", turns: list[dict[str, Any]], line: str, opti
 
 
 def _check_fit(result: "LoadedResult", options: argparse.Namespace) -> None:
-    """Raise `UserError` if an option needs a chat template or a processor of images that the model lacks."""
+    """Raise `UserError` if an option needs a chat template or an image processor that the model lacks."""
     if options.system is not None and (result.chat is None or options.plain):
         raise UserError(
             f"--system needs a chat template, but the tokenizer of {result.folder} has none, or --plain disables it. "

@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.length < 1 or (options.limit is not None and options.limit < 1):
         raise UserError(f"--length {options.length}, --limit {options.limit}; expected at least 1.")
     device = choose_device(options.device)
-    with redirect_stdout(sys.stderr):  # messages of other code are no JSON
+    with redirect_stdout(sys.stderr):  # messages of other code are not JSON
         found = _run_tasks(options, device) if options.tasks is not None else _score(options, device)
     print(json.dumps(found, default=str))
 

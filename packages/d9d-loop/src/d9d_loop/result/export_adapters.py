@@ -72,8 +72,8 @@ def _export_step(run: Path, step: str, output: Path | None) -> None:
     config = read_json(file)
     if not ({"job", "task"} & config.keys()):
         raise UserError(
-            f"{run} is no run of d9d-train, whose config.json names the model and the task; expected one. For a run of "
-            "a script, call Trainer.export(folder, step=...) in the script."
+            f"{run} is not a run of d9d-train, whose config.json names the model and the task; expected one. For a run "
+            "of a script, call Trainer.export(folder, step=...) in the script."
         )
     from d9d_loop.job_files import read_job  # noqa: PLC0415 - help is printed without torch
 

@@ -35,7 +35,7 @@ class PackedTask(Task):
         return batch["token_mask"] if "token_mask" in batch else is_token(batch["labels"], batch["documents"])
 
     def pad_sequence(self, batch: PackedBatch, multiple: int) -> tuple[PackedBatch, int]:
-        """Return rows that are padded by a document without labels; log-probabilities, advantages and others by 0."""
+        """Return rows padded by a document without labels; other values per token, such as advantages, become 0."""
         length = batch["input_ids"].shape[1]
         num_added = -length % multiple
         if not num_added:
@@ -192,7 +192,7 @@ class RewardTask(PackedTask):
         self._loss = loss
 
     def token_mask(self, batch: PackedBatch) -> Tensor:
-        """Return the mask of tokens [B, L]: those of documents of a pair. A key `token_mask` replaces it."""
+        """Return the mask [B, L] of tokens in documents of pairs. A key `token_mask` of the batch replaces it."""
         _check_rows(batch, "documents")
         return batch["token_mask"] if "token_mask" in batch else is_in_pair(batch["documents"])
 
@@ -256,7 +256,7 @@ def packed_inputs(batch: PackedBatch, *, labels: Tensor | None = None, scores: b
 
     `labels` replaces the labels of the batch; without labels, the decoder returns logits. With `scores`, it returns the
     log-probabilities of the labels, and auxiliary losses separately; see `score_arguments`. If the batch has
-    `expert_indices` [B, L, layers, A], the routers of a sparse decoder replay them.
+    `expert_indices` [B, L, layers, A], the routers of an MoE decoder replay them.
     """
     _check_rows(batch, "input_ids", "position_ids", "documents")
     optional: dict[str, Any] = {"expert_indices": batch["expert_indices"]} if "expert_indices" in batch else {}
@@ -297,7 +297,7 @@ def _check_rows(batch: PackedBatch, *keys: str) -> None:
 
 
 _REMEDY = (
-    "Use a decoder of d9d, such as pretrained_model(folder) for a folder of transformers, or a module that computes "
+    "Use a d9d decoder, such as pretrained_model(folder) for a transformers folder, or a module that computes "
     "them and whose forward names the arguments of packed_inputs."
 )
 
@@ -339,7 +339,7 @@ def _padded(key: str, values: Any, length: int, num_added: int) -> Any:
     """Return the values of a key of a batch with added columns, if they are values per token [B, L, ...]."""
     if not isinstance(values, Tensor) or values.dim() < 2 or values.shape[1] != length:
         return values
-    added = values[:, -1:].expand(-1, num_added, *values.shape[2:])  # valid experts of each layer, for `expert_indices`
+    added = values[:, -1:].expand(-1, num_added, *values.shape[2:])  # for `expert_indices`: valid in each layer
     if key == "documents":  # an even id, so that the padding is not the second answer of a pair
         added = ((values.amax(dim=1, keepdim=True) + 2) // 2 * 2).clamp(max=length + num_added - 1).expand_as(added)
     elif key != "expert_indices":
@@ -348,7 +348,7 @@ def _padded(key: str, values: Any, length: int, num_added: int) -> Any:
 
 
 def is_in_pair(document_ids_BL: Tensor) -> Tensor:
-    """Return a mask [B, L] of whole packed rows, False in documents that are not one of a pair, such as padding.
+    """Return a mask [B, L] of whole packed rows, False in documents without a partner, such as padding.
 
     Documents 2p and 2p + 1 of a row are pair p.
     """

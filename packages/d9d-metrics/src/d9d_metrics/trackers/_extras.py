@@ -38,7 +38,7 @@ def require_package(kind: str) -> None:
     """Raise a `UserError` with the command that installs a tracker's package if it is missing; do not import it."""
     package = "prometheus_client" if kind == "prometheus" else kind
     if find_spec(package) is None:
-        # Trackio is no extra: its client limits the versions of packages that others of the lock need.
+        # Trackio is not an extra: its client limits versions of packages that other packages of the lock need.
         command = "pip install 'trackio>=0.43'" if kind == "trackio" else install_hint("d9d-metrics", kind)
         raise UserError(
             f"the {kind} tracker needs the package {package}, which is not installed. Install it: {command}"

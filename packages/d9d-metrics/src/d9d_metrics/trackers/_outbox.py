@@ -94,7 +94,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def failed(self) -> None:
-        """Make `head` return the oldest entry that the outbox holds, after the tracker was closed on an error."""
+        """Rewind `head` to the oldest entry that the outbox holds, after the tracker was closed on an error."""
 
     def flushed(self) -> None:
         """Discard all delivered entries, which the tracker has written durably."""

@@ -177,7 +177,7 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     *lines, _incomplete = path.read_bytes().split(b"\n")  # not splitlines(), which also splits at a carriage return
     for line in lines:
         record = None
-        with suppress(ValueError, TypeError, AttributeError):  # of JSON, of a value that is no number, of no object
+        with suppress(ValueError, TypeError, AttributeError):  # invalid JSON, a value that is not a number, no object
             found = json.loads(line)
             if isinstance(found.get("step", 0), int):
                 for value in found.values() if "step" in found else ():

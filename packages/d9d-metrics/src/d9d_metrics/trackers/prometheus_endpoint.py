@@ -59,7 +59,7 @@ class PrometheusTracker(Tracker):
         self._set("step", max(step, 0))
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Replace the values of the names."""
+        """Replace the served values of these names, and set the step and the time."""
         if self._server is None and time.monotonic() >= self._next:
             self._listen()
         for name, value in values.items():
@@ -114,7 +114,7 @@ class PrometheusTrackerConfig(ExtraTrackerConfig):
     host: str = "0.0.0.0"  # noqa: S104 - scraped from elsewhere
 
     def build(self, run_dir: Path) -> PrometheusTracker:
-        """Create the tracker, which delays no step, without a thread and a spool."""
+        """Create the tracker. It needs no background thread and no spool, because it does not delay steps."""
         return self._opener(run_dir)()
 
     def _opener(self, run_dir: Path) -> Callable[[], PrometheusTracker]:

@@ -14,7 +14,7 @@ _SECRET_NAME = re.compile(
     r"(^|_)(password|passwd|passphrase|(db|user|smtp|proxy|redis)_pass|pwd|secret|secrets|credential|credentials|token|bearer|authorization|auth"
     r"|cookie|(api|access|private|secret|signing|encryption|ssh|account|wandb)_?keys?)(_(id|value|text|string))?$"
 )
-# Tokens of a text, such as `pad_token` and `eos_token_id` of a tokenizer, are no secrets.
+# Tokens of a text, such as `pad_token` and `eos_token_id` of a tokenizer, are not secrets.
 _TEXT_TOKEN = re.compile(r"(^|_)(bos|eos|unk|sep|pad|cls|mask|end|stop)_token$|_token_id$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 # A match is a secret, after a `name` that is kept.

@@ -60,7 +60,7 @@ def parallelize_decoder(
         ctx: Distributed context of the job.
         plan: Tensor-parallel plan; None for `decoder_tensor_plan(model)`.
         context_method: Method by which context-parallel ranks exchange keys and values.
-        experts: Expert parallelism of a sparse decoder, on all stages: `d9d_moe.parallelize_moe`, or a `partial` of it
+        experts: Expert parallelism of an MoE decoder, on all stages: `d9d_moe.parallelize_moe`, or a `partial` of it
             with other options. None for a dense decoder.
         checkpointing: Policy of `checkpoint_layers`.
         checkpoint_every: Argument `every` of `checkpoint_layers`.

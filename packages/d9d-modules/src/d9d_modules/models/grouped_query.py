@@ -1,4 +1,4 @@
-"""Hyperparameters of decoders with grouped-query attention, dense or sparse."""
+"""Hyperparameters of decoders with grouped-query attention, dense or MoE."""
 
 from abc import ABC
 from dataclasses import dataclass

@@ -189,7 +189,7 @@ class HuggingFaceFamily(Generic[P]):
     has_classifier: bool = True
 
     def architectures(self, head: Literal["language_model", "classification", "embedding"]) -> list[JsonValue]:
-        """Return the names of the classes of `transformers` for a model with this head; the list may be empty."""
+        """Return the names of the `transformers` classes for a model with this head; the list may be empty."""
         # Multimodal models have the shorter name, except for language models.
         name = self.architecture.rpartition("For")[0] + ("" if self.nested_type is None else "Text")
         match head:

@@ -208,7 +208,7 @@ class PretrainedDecoder:
     def export_files(self) -> Mapping[str, JsonValue]:
         """Return the `config.json` of an export, with special tokens and the names of classes as in the folder.
 
-        `architectures` names the class of `transformers` that loads the export.
+        `architectures` names the `transformers` class that loads the export.
         """
         read = self.family.prepare(self.config)
         config: dict[str, Any] = {

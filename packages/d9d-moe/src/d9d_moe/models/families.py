@@ -1,4 +1,4 @@
-"""Sparse families for `d9d_modules.from_pretrained_config`, registered as an entry point of this package."""
+"""MoE families for `d9d_modules.from_pretrained_config`, registered as an entry point of this package."""
 
 from dataclasses import replace
 from functools import partial

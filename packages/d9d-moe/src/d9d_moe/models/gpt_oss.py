@@ -33,7 +33,7 @@ _DEFAULT_SCALING = {
 class GptOssParams(SparseParams, GroupedQueryParams):
     """Hyperparameters of a GPT-OSS model; see `SparseParams` and `d9d_modules.GroupedQueryParams`.
 
-    `sparse_from_hugging_face` maps its weights; `GPT_OSS` reads and writes its `config.json`. All layers are sparse;
+    `sparse_from_hugging_face` maps its weights; `GPT_OSS` reads and writes its `config.json`. All layers are MoE;
     `intermediate_size` must equal `expert_intermediate_size`.
 
     Attributes:

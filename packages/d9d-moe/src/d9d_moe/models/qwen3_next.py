@@ -1,4 +1,4 @@
-"""Qwen3-Next and the sparse Qwen3.5: Gated DeltaNet layers, gated attention, and a gated shared expert."""
+"""Qwen3-Next and the MoE models of Qwen3.5: Gated DeltaNet layers, gated attention, and a gated shared expert."""
 
 from abc import ABC
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from d9d_state import JsonValue, StateMapper, parallel, rename, scope
 
 @dataclass(frozen=True, kw_only=True)
 class SparseHybridParams(SoftmaxRoutedParams, HybridParams, ABC):
-    """Hyperparameters of a sparse hybrid decoder; see `SoftmaxRoutedParams` and `HybridParams`."""
+    """Hyperparameters of a hybrid MoE decoder; see `SoftmaxRoutedParams` and `HybridParams`."""
 
     shared_intermediate_size: int
 
@@ -60,7 +60,7 @@ class Qwen3NextParams(SparseHybridParams):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Qwen35MoeParams(SparseHybridParams):
-    """Hyperparameters of a sparse Qwen3.5 model; see `SparseHybridParams`.
+    """Hyperparameters of a Qwen3.5 MoE model; see `SparseHybridParams`.
 
     `sparse_from_hugging_face` maps its weights; released checkpoints need `prefix="model.language_model."` and
     `layout="fused"`. `QWEN3_5_MOE` reads and writes its `config.json`.
@@ -125,4 +125,4 @@ QWEN3_5_MOE: hf.HuggingFaceFamily[Any] = replace(
     irrelevant={**QWEN3_5.irrelevant, "intermediate_size": "no layer is dense"},
     has_classifier=False,
 )
-"""`config.json` of sparse Qwen3.5 models, at the top level or as `text_config`."""
+"""`config.json` of Qwen3.5 MoE models, at the top level or as `text_config`."""

@@ -86,14 +86,14 @@ class SparseParams(DecoderParams, ABC):
         return parallel(self.moe_from_hugging_face(layout), *load)
 
     def moe_from_hugging_face(self, layout: ExpertsLayout) -> StateMapper:
-        """Build the mapper of router and experts of a sparse layer, with names relative to its block."""
+        """Build the mapper of router and experts of an MoE layer, with names relative to its block."""
         experts = experts_from_hugging_face(self.num_experts, self.expert_intermediate_size, layout=layout)
         return parallel(rename("gate.weight", "router.weight"), experts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxRoutedParams(SparseParams, ABC):
-    """Hyperparameters of a sparse decoder with a softmax router in each layer that is not in `dense_layers`.
+    """Hyperparameters of an MoE decoder with a softmax router in each layer that is not in `dense_layers`.
 
     Attributes:
         dense_layers: Indices of the layers with a dense feed-forward block.

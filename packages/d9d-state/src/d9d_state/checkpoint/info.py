@@ -108,7 +108,7 @@ class CheckpointInfo:
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint, such as `step-00000100`; raise `UserError` if it is no step."""
+    """Return the folder name of a step's checkpoint, such as `step-00000100`; raise `UserError` if it is not a step."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UserError(f"got step = {step!r}; expected an int, 0 or more: the number of completed optimizer steps.")
     return f"step-{step:08d}"

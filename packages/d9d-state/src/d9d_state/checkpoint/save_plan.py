@@ -70,7 +70,7 @@ class SavePlanner:
 
 
 def check_saveable(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `ValueError` if a value is no tensor, or a tensor that a checkpoint cannot store."""
+    """Raise `ValueError` if a value is not a tensor, or a tensor that a checkpoint cannot store."""
     for name, tensor in tensors.items():
         _key(name, tensor)
         try:

@@ -308,7 +308,7 @@ class CheckpointStore:
         Raises:
             UserError: If the job has too few hosts for the replicas of a tier, or the step is not an int, 0 or more.
         """
-        folder_name(step)  # raises for a value that is no step
+        folder_name(step)  # raises for a value that is not a step
         due = [tier for tier in self.tiers if step % tier.every == 0]
         run_id = self._run_id.written(ctx) if due else ""
         for tier in due:
@@ -331,7 +331,7 @@ class CheckpointStore:
                 the step is not an int, 0 or more.
             StateError: On every rank, if a checkpoint cannot be read or deleted.
         """
-        folder_name(step)  # raises for a value that is no step
+        folder_name(step)  # raises for a value that is not a step
         self.wait()
         chosen = self._of_run(above=step - 1, up_to=step)
         if newest_sound(self.root, chosen, ctx, verify=True, damaged=self._damaged) is None:
@@ -499,7 +499,7 @@ class CheckpointStore:
             return
         try:
             if folder in self._damaged:
-                raise StateError("a rank found it damaged.")
+                raise StateError("a rank reported this checkpoint as damaged.")
             open_complete(folder).verify()
         except UnreadableError:
             raise
@@ -509,7 +509,7 @@ class CheckpointStore:
         raise UserError(f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step.")
 
     def _of_run(self, *, above: int, up_to: float = math.inf) -> Iterator[CheckpointInfo]:
-        """Iterate over the complete checkpoints of the run under which the store saves, newest first.
+        """Iterate over the complete checkpoints of the store's run, newest first.
 
         For the main process only; accesses the folder only when it is iterated.
         """

@@ -248,8 +248,8 @@ def checked(mapper: StateMapper) -> StateMapper:
     ]
     if partial:
         raise ValueError(
-            f"{', '.join(partial)} would get only some of its inputs, because the others are kept or dropped; "
-            "keep() or drop() all inputs of an operation, or none."
+            f"{', '.join(partial)}: an operation would get only some of its inputs, because the others are kept or "
+            "dropped; keep() or drop() all inputs of an operation, or none."
         )
     return mapper
 
