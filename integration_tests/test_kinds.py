@@ -149,6 +149,13 @@ def test_every_public_section_is_in_its_union(package: ModuleType, ending: str, 
     assert {each for each in public if isinstance(each, type)} == {*kinds_of(union).values()}
 
 
+def test_every_tracker_that_keeps_values_has_a_row_of_what_it_keeps() -> None:
+    """The rows are those that `test_conformance.py` of d9d-metrics compares; two trackers keep nothing."""
+    _, _, text = _texts("docs/metrics.md").partition("| Tracker | A step logged twice |")
+    rows = re.findall(r"^\| `(\w+)` \|", text.partition("\n\n")[0], re.MULTILINE)
+    assert {*rows} == kinds_of(TrackerConfig).keys() - {"console", "prometheus"}
+
+
 def test_every_adapter_has_a_public_method() -> None:
     assert {*ADAPTERS} <= {name.lower() for name in dir(d9d_peft)}
 
