@@ -67,7 +67,7 @@ ROWS = [
     Row("rank that stalls, or a collective on one rank only", LATER, "Rank N is missing: it is in a step, ... at FILE:LINE", 124, _HUNG),
     Row("Engine: call on one rank only", FIRST, "rank 1 called forward_backward() of the engine while rank 0 called ...", 2, f"{_ENGINE}/test_equal_on_ranks.py::test_a_call_of_one_rank_is_an_error"),
     Row("Engine: other batches on ranks of one coordinate", FIRST, "rank 1 got N batches, and an earlier rank ...", 2, f"{_ENGINE}/test_engine.py::test_ranks_of_one_data_parallel_coordinate_need_the_same_batches"),
-    Row("Engine: batch norms, and other numbers of batches on ranks", FIRST, "rank 0 got fewer than N batches, and the model has batch norms in training mode", 2, f"{_ENGINE}/test_engine.py::test_stand_ins_with_batch_norms_are_an_error_on_all_ranks"),
+    Row("Engine: batch norms, and other numbers of batches on ranks", FIRST, "rank 0 got fewer than N batches, and the model has batch norms in training mode", 2, f"{_ENGINE}/test_engine.py::test_stand_ins_with_synchronized_norms_are_an_error_on_all_ranks"),
     Row("Engine: a batch for a list of batches", FIRST, "as batches; expected a list of batches", 2, f"{_CALLS}::test_batches_that_are_not_a_list_are_refused"),
     Row("Engine: step without gradients", FIRST, "got step() without gradients", 2, f"{_ENGINE}/test_engine.py::test_steps_without_gradients_or_batches_are_refused"),
     Row("Engine: `score` without `read`, for a model that computes no scores", FIRST, "forward has no argument `scores`; ... pass `read` to `score`", 2, f"{_CALLS}::test_scores_of_another_model_need_a_function_that_reads_them"),
