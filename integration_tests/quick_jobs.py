@@ -45,10 +45,10 @@ def start_quickly() -> None:
     code_digest: Any = importlib.import_module("d9d_loop.engine.code_digest")
     digests, of_tests = code_digest.source_digests, frozenset(sys.modules)
 
-    def digests_of_other_modules(weights: Path | None = None) -> dict[str, str]:
+    def digests_of_other_modules(weights: Path | None = None, **options: Any) -> dict[str, str]:
         others = {name: sys.modules[name] for name in sys.modules.keys() - of_tests}
         with mock.patch.object(code_digest, "sys", SimpleNamespace(modules=others)):
-            return digests(weights)
+            return digests(weights, **options)
 
     for name in ("d9d_loop.job.plan", "d9d_loop.inference.inference"):
         importlib.import_module(name).source_digests = digests_of_other_modules  # ty: ignore[missing-attribute]

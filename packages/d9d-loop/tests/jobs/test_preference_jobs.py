@@ -436,17 +436,26 @@ def test_a_setting_that_the_job_does_not_use_is_an_error(changes: dict[str, Any]
         TextJobConfig.model_validate({**values, **changes})
 
 
-def test_a_resume_needs_the_reference_of_the_start(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (None, "are the reference of this job, have changed since"),
+        ({"rank": 2}, "the base weights have changed since .* was saved; expected those of adapters/"),
+    ],
+)
+def test_a_resume_needs_the_weights_of_the_start(
+    adapter: dict[str, int] | None, message: str, folder: Path, tmp_path: Path
+) -> None:
     """The weights of a folder are replaced by others of the same name, shapes and sizes."""
     import transformers
 
     copied = shutil.copytree(folder, tmp_path / "copied")
-    _train(_config(copied, tmp_path, "dpo", steps=1))
+    _train(_config(copied, tmp_path, "dpo", steps=1, adapter=adapter))
     torch.manual_seed(1)
     config = transformers.AutoConfig.from_pretrained(copied / "model")
     transformers.Qwen3ForCausalLM(config).save_pretrained(copied / "model")
-    with pytest.raises(UserError, match="are the reference of this job, have changed since"):
-        _train(_config(copied, tmp_path, "dpo", steps=2))
+    with pytest.raises(UserError, match=message):
+        _train(_config(copied, tmp_path, "dpo", steps=2, adapter=adapter))
 
 
 def test_tokens_are_an_error(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ code of the user's functions, with the functions that they refer to: `act = F.re
 another one. Checkpoints contain digests of the source files of the user's modules.
 """
 
-import hashlib
 import inspect
 import os
 import platform
@@ -24,28 +23,32 @@ import torch
 from pydantic import JsonValue
 from torch import nn
 
-from d9d_loop.data.contents import digest_of
+from d9d_loop.data.contents import digest_of, digest_of_files
 from d9d_loop.model.built_model import BuiltModel, describe_tensors
 from d9d_loop.task import BatchTask
 
 Parts: TypeAlias = dict[str, str]
 _Seen: TypeAlias = dict[int, tuple[int, Any]]
 """Number of each described object by its id, and the object, which keeps the id in use."""
+BASE = "the base weights"  # of adapters: the name of their digest
 _PACKAGES = ("d9d-dist", "d9d-state", "d9d-modules", "d9d-moe", "d9d-pipeline", "d9d-peft", "d9d-metrics", "d9d-loop")
 _STANDARD = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INSTALLED = {Path(path).resolve() for path in (*_STANDARD, *site.getsitepackages(), site.getusersitepackages())}
 
 
-def source_digests(model_folder: Path | None = None) -> dict[str, str]:
+def source_digests(model_folder: Path | None = None, *, has_adapters: bool = False) -> dict[str, str]:
     """Return a digest of the source of each loaded module that is neither installed nor a part of d9d, under its name.
 
-    The name of the script that was started is that of its file. The configuration of a model folder is included.
+    The name of the script is that of its file. A model's config.json is included, and its weights if `has_adapters`.
     """
-    files = {"the model's config.json": model_folder / "config.json"} if model_folder is not None else {}
+    files: dict[str, list[Path]] = {}
+    if model_folder is not None:
+        files["the model's config.json"] = [model_folder / "config.json"]
+        files[BASE] = sorted(model_folder.glob("*.safetensors")) if has_adapters else []
     for name in sorted(sys.modules.keys() - {"__mp_main__"}):  # multiprocessing's second name of the script
         if (file := _own_file(name)) is not None and file.suffix == ".py":
-            files[f"the code of {file.name if name == '__main__' else name}"] = file
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
+            files[f"the code of {file.name if name == '__main__' else name}"] = [file]
+    return {name: digest_of_files(own)[:16] for name, own in files.items() if any(map(Path.is_file, own))}
 
 
 def evaluation_digest(identity: JsonValue) -> dict[str, str]:

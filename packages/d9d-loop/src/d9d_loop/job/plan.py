@@ -202,7 +202,7 @@ def plan_job(
             check_repeatable(partial(_read_batch, data, held_out, cache(entries)), num_workers=config.data.num_workers)
     build_optimizer = optimizer_provider(optimizer, config.optimizer, whole)
     weights = config.initial_weights or model.initial_weights
-    code = source_digests(weights)
+    code = source_digests(weights, has_adapters=model.is_exported_by_handler)
     now = code if info is None else {**code, **evaluation_digest(evaluation_identity())}
     needs_weights, changes = check_checkpoint(info, config, whole, has_optimizer=optimizer is not None, code=now)
     exports = config.export and not model.is_exported_by_handler

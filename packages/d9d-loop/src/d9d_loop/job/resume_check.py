@@ -11,6 +11,7 @@ from torch import nn
 from d9d_dist import UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.sample_stream import SampleStream
+from d9d_loop.engine.code_digest import BASE
 from d9d_loop.engine.job_state import Record, omits_frozen
 from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_check import checkpoint_folder
@@ -178,7 +179,12 @@ def check_checkpoint(
     if not has_optimizer and any(name.startswith("optimizer.") for name, _, _ in found):
         _check_optimizers(before["optimizer"], config.optimizer, model)
     lines = [describe(change) for change in found if effect_of(change[0]) == "reported"]
-    lines += [f"  {name} has changed" for name, _, _ in changes(state["code"], dict(code), known_only=True)]
+    changed = [name for name, _, _ in changes(state["code"], dict(code), known_only=True)]
+    if BASE in changed:
+        raise UserError(
+            f"{BASE} have changed since {info.root} was saved; expected those of adapters/. Restore them, {_NEW_RUN}."
+        )
+    lines += [f"  {name} has changed" for name in changed]
     return trainable_only or config.checkpoint.trainable_only, lines
 
 
