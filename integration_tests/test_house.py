@@ -437,11 +437,11 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 
 LINES = {
-    "d9d-dist": 9000,
+    "d9d-dist": 9036,
     "d9d-loop": 40660,
     "d9d-metrics": 3936,
-    "d9d-modules": 9410,
-    "d9d-moe": 3194,
+    "d9d-modules": 9445,
+    "d9d-moe": 3196,
     "d9d-peft": 2850,
     "d9d-pipeline": 2850,
     "d9d-state": 8550,

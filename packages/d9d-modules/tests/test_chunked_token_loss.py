@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from d9d_dist import UserError
 from d9d_modules import _chunked_token_loss as module_under_test
 from d9d_modules._chunked_token_loss import chunked_token_loss
 
@@ -46,3 +47,24 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_up_in_float32(monkeypatch: 
     assert losses.dtype == torch.float32
     (gradient,) = torch.autograd.grad(losses.sum(), weight)
     assert gradient.flatten().tolist() == [400.0, 400.0]
+
+
+def test_losses_that_backward_could_not_repeat_are_errors() -> None:
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight, labels = torch.randn(7, 4, dtype=torch.float64), torch.tensor([0, 6, 2])
+    with pytest.raises(UserError, match="token_loss drew random numbers; expected a function of the logits and labels"):
+        chunked_token_loss(hidden, weight, labels, token_loss=lambda x, _: x.sum(-1) * torch.rand(3), softcap=None)
+    scale = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    losses = chunked_token_loss(hidden, weight, labels, token_loss=lambda x, _: x.sum(-1) / scale.exp(), softcap=None)
+    with pytest.raises(UserError, match=r"token_loss uses a tensor of shape \(1,\) that requires a gradient"):
+        losses.sum().backward()
+
+
+def test_second_derivatives_are_errors() -> None:
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight, labels = torch.randn(7, 4, dtype=torch.float64), torch.tensor([0, 6, 2])
+    losses = chunked_token_loss(hidden, weight, labels, token_loss=_margin, softcap=None)
+    with pytest.raises(
+        UserError, match="create_graph=True through the losses of a language-model head; expected first"
+    ):
+        torch.autograd.grad(losses.sum(), hidden, create_graph=True)

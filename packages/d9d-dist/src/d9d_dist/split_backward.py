@@ -38,6 +38,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from d9d_dist.gradients.first_derivative import first_derivative_only
+
 
 @final
 class DeferredWeightGrads:
@@ -207,6 +209,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @first_derivative_only("a linear layer of a pipeline schedule that splits the backward pass")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (gradient,) = gradients
         (x,) = ctx.saved_tensors

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_modules.triton_jit import jit, num_multiprocessors, threads_per_warp
 
 _TILE = 2**12
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed if residual is None else (normed, total_ND.view(x.shape))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the Triton kernel of RMSNorm")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight_D = _backward(ctx, *gradients, with_weight=ctx.needs_input_grad[2])
         return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight_D, None, None

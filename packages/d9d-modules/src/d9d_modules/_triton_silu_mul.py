@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_modules.triton_jit import jit
 
 _BLOCK = 4096
@@ -38,7 +38,7 @@ class _SiluMul(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the Triton kernel of SiLU")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
+from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_dist.planned_device import each_block, is_on_host
 from d9d_dist.split_backward import WeightGradHandle, defer_weight_grad
 from d9d_dist.token_ids import check_token_ids
@@ -138,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses_T
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the losses of a language-model head")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, labels_T, lse_T, unit_TD, *weights_VD = ctx.saved_tensors
         scale_T = gradients[0].masked_fill(labels_T == IGNORED_LABEL, 0.0)

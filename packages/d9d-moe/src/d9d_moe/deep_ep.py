@@ -15,9 +15,9 @@ from typing import Any, Protocol, cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from d9d_dist.errors import UserError
+from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_moe.dispatch import CombineHandle, Dispatched, dispatch_local
 from d9d_moe.router import Routing
 
@@ -153,7 +153,7 @@ class _DeepEpDispatch(torch.autograd.Function):
         return rows_MD, weights_MA, choices_MA, counts, handle
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the dispatch of DeepEP")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_rows, grad_weights, *_ = (gradient.contiguous() for gradient in gradients[:2])
         grad_tokens, grad_weights_TA, _ = ctx.buffer.combine(grad_rows, ctx.handle, topk_weights=grad_weights)
@@ -170,6 +170,6 @@ class _DeepEpCombine(torch.autograd.Function):
         return tokens_TD, event
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the dispatch of DeepEP")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.buffer.dispatch(gradients[0].contiguous(), handle=ctx.handle)[0], None, None

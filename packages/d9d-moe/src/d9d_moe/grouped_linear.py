@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from d9d_dist import defer_weight_grad
 from d9d_dist.errors import UserError, check_choice
+from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_dist.split_backward import WeightGradHandle
 from d9d_moe.autocast import autocast_inputs
 
@@ -163,6 +164,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return _PRODUCTS[backend](x_NI, weight_GOI.transpose(1, 2), counts_G)
 
     @staticmethod
+    @first_derivative_only("the grouped product of experts")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_NO = gradients[0].contiguous()  # kernels reject expanded tensors, such as the gradient of a sum
         x_NI, weight_GOI, counts_G = ctx.saved_tensors

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_modules.kernel_choice import has_kernel
 from d9d_moe.autocast import no_autocast
 
@@ -81,7 +81,7 @@ class _Combine(torch.autograd.Function):
         return _host_sum(rows.to(dtype), inverse, weights.shape[1], weights.to(dtype)).to(rows.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the sum of the outputs of experts")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient_TD,) = gradients
         rows, weights, order = ctx.saved_tensors

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, default_kernel
+from d9d_dist.gradients.first_derivative import first_derivative_only
 
 
 def prefix_attention(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class _PrefixAttention(torch.autograd.Function):
         return out_BHLK
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention with context parallelism")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_BHLK, k_BGSK, v_BGSK, out_BHLK, lse_BHL = ctx.saved_tensors
         kernel = default_kernel(q_BHLK, has_documents=False)

@@ -10,12 +10,12 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist.collectives.differentiable import gather_from_axis
 from d9d_dist.context_parallel._chunk_order import check_part
 from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, MergedBlocks, default_kernel
+from d9d_dist.gradients.first_derivative import first_derivative_only
 
 
 @final
@@ -80,7 +80,7 @@ class _RingAttention(torch.autograd.Function):
         return out_BHLK.transpose(1, 2)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention with context parallelism")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_BLHK, k_BSGK, v_BSGK, out_BHLK, lse_BHL = ctx.saved_tensors
         ring: _Ring = ctx.ring

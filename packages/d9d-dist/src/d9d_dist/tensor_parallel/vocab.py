@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_dist.token_ids import check_token_ids
 
 _IGNORED = -100  # label of tokens without a loss, as in `token_cross_entropy`
@@ -104,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (total_T.log() - label_T).masked_fill(~is_counted, 0.0)
 
     @staticmethod
-    @once_differentiable  # the probabilities were computed without autograd
+    @first_derivative_only("the cross entropy of a sharded vocabulary")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         probabilities_TV, ids_T1, is_target, is_counted = ctx.saved_tensors
         scale_T1 = gradients[0].masked_fill(~is_counted, 0.0).unsqueeze(-1)

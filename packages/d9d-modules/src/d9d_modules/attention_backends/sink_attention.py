@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from d9d_dist import defer_weight_grad
 from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, default_kernel
+from d9d_dist.gradients.first_derivative import first_derivative_only
 
 
 def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _SinkAttention(torch.autograd.Function):
         return out_BHLK
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention with sinks")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BHLK, k_BGSK, v_BGSK, sinks_H, out_BHLK, lse_BHL = ctx.saved_tensors
         kernel = default_kernel(q_BHLK, has_documents=False)
