@@ -23,7 +23,7 @@ class _Keeps(nn.Module):
         self.queue = torch.zeros(2)
 
     def forward(self, x: Tensor) -> None:
-        self.calls += 1
+        self.calls = 1
         match self.how:
             case "number":
                 self.mean = 0.9 * self.mean + x.mean().item()
@@ -62,8 +62,8 @@ def _messages(how: str) -> tuple[int, str, str]:
         ("number", "0.mean: the values differ between ranks after the first step", ""),
         ("tensor", "0.queue: the values differ between ranks after the first step", ""),
         ("list", "", "d9d: forward updates 0.history from each rank's own part of the batch"),
-        ("inspected", "", ""),
-        ("equal", "", ""),
+        ("inspected", "", "d9d: forward changes 0.mean, which checkpoints do not contain. If forward also reads it"),
+        ("equal", "", "d9d: forward changes 0.mean, which checkpoints do not contain. If forward also reads it"),
     ],
 )
 def test_attributes_that_depend_on_the_rank_are_refused_if_forward_reads_them(
@@ -89,3 +89,31 @@ def test_parameters_that_a_step_makes_or_replaces_are_refused() -> None:
             match=r"the first step created, replaced or deleted the parameters 0\.gain, 1\.weight, 1\.bias; exp",
         ):
             checks.check(1)
+
+
+class _Draws(nn.Module):
+    """Draws from its own generator, anneals a number, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.rate, self.size = 1.0, 0.8, 0
+        self.generator = torch.Generator()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = len(x)
+        self.calls += 1
+        self.temperature *= self.rate
+        return x * torch.rand((), generator=self.generator) * self.temperature
+
+
+def test_numbers_and_generators_that_checkpoints_do_not_contain_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(_Draws(), nn.Linear(2, 2))
+    with MeshConfig().build() as ctx:
+        checks = FirstSteps(model, ctx)
+        for step in range(1, 4):
+            model(torch.ones(2, 2))
+            checks.check(step)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("d9d: forward changes 0.generator, 0.temperature, which checkpoints do not contain.")

@@ -9,6 +9,7 @@ dicts a message is printed instead.
 
 import ctypes
 import zlib
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -17,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
+from d9d_dist.errors import shorten
 from d9d_dist.values.parameter_writes import refuse_sparse_gradient
 from d9d_loop.model.model_check import check_same_parameters
 from d9d_loop.resilience.replica_check import check_buffers
 
+_STATE = int | float | complex | torch.Generator
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: registries, hooks and the training flag."""
 
@@ -29,12 +32,12 @@ _OWN = frozenset(vars(nn.Module()))
 class FirstSteps:
     """Checks of a model after its first and second step.
 
-    Attributes are compared if they hold numbers or tensors, or lists, tuples and dicts of them. A backward that gives a
-    plain parameter a sparse gradient raises `UserError`.
+    Attributes are compared if they hold numbers, generators or tensors, or lists, tuples and dicts of them. A backward
+    that gives a plain parameter a sparse gradient raises `UserError`.
 
     Args:
         model: Model of the job, before the first step.
-        ctx: Distributed context. On one rank, attributes are not compared.
+        ctx: Distributed context.
     """
 
     def __init__(self, model: nn.Module, ctx: DistributedContext) -> None:
@@ -43,14 +46,14 @@ class FirstSteps:
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 refuse_sparse_gradient(name, parameter)
-        self._before = _digests(model) if ctx.world_size > 1 else {}
+        self._digests = [_digests(model)]
         self._watched: list[_Reads] = []
 
     def check(self, step: int) -> None:
         """Check the model after a step; from the third step on, do nothing. `step` is only for messages.
 
         Collective over the ranks that split a batch, with several ranks: an all-gather of the digests of the changed
-        attributes, an all-gather of names, and the collectives of `check_buffers`.
+        attributes, two all-gathers of names, and the collectives of `check_buffers`.
 
         Raises:
             ReplicaError: On all ranks, if persistent buffers differ after the first step.
@@ -58,22 +61,36 @@ class FirstSteps:
                 an attribute that differs between ranks before it set the attribute.
         """
         self._num_steps += 1
+        if self._num_steps <= 2:
+            self._digests.append(_digests(self._model))
         if self._num_steps == 1:
             check_same_parameters(self._model, self._parameters)
             self._parameters.clear()
-        if self._num_steps == 1 and self._ctx.world_size > 1:
             check_buffers(self._model, step=step, ctx=self._ctx)
             self._watch_differences()
-        elif self._num_steps == 2 and self._ctx.world_size > 1:
+        elif self._num_steps == 2:
             self._refuse_reads()
+            self._name_numbers()
+
+    def _name_numbers(self) -> None:
+        """Print the numbers and generators of modules that both steps changed, and that checkpoints do not contain."""
+        numbers = [name for name, each in _attributes(self._model) if isinstance(each, _STATE)]
+        values = {name: [digests.get(name) for digests in self._digests] for name in numbers}
+        changed = gather_json([name for name, (first, second, third) in values.items() if first != second != third])
+        if (names := sorted({name for each in changed for name in each or ()})) and self._ctx.is_main_process:
+            print(
+                f"d9d: forward changes {shorten(names)}, which checkpoints do not contain. If forward also reads it, a "
+                "resumed run differs: register numbers as buffers, and draw from the default generators."
+            )
 
     def _watch_differences(self) -> None:
-        now = _digests(self._model)
-        changed = {name: digest for name, digest in now.items() if self._before.get(name) != digest}
+        before, now = self._digests
+        changed = {name: digest for name, digest in now.items() if before.get(name) != digest}
         every = gather_json(changed, self._ctx.group_for("batch", "dp", "cp"))
         differs = {name for peer in every for name, digest in peer.items() if changed.get(name) != digest}
         for module_name, module in self._model.named_modules():
-            if found := {key for key in vars(module) if _full_name(module_name, key) in differs}:
+            keys = {key for key, value in vars(module).items() if not isinstance(value, torch.Generator)}
+            if found := {key for key in keys if _full_name(module_name, key) in differs}:
                 self._watched.append(_Reads(module, module_name, found))
 
     def _refuse_reads(self) -> None:
@@ -126,21 +143,22 @@ def _full_name(module_name: str, key: str) -> str:
     return canonical_name(f"{module_name}.{key}".removeprefix("."))
 
 
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for module_name, module in model.named_modules():
+        yield from ((_full_name(module_name, key), value) for key, value in vars(module).items() if key not in _OWN)
+
+
 def _digests(model: nn.Module) -> dict[str, int]:
     """Return digests of the attributes of modules that hold numbers or tensors."""
-    found: dict[str, int] = {}
-    for module_name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key not in _OWN and (digest := _digest(value)) is not None:
-                found[_full_name(module_name, key)] = digest
-    return found
+    return {name: digest for name, value in _attributes(model) if (digest := _digest(value)) is not None}
 
 
 def _digest(value: Any) -> int | None:
     leaves = [leaf for leaf in pytree.tree_leaves(value) if _is_plain(leaf)]
     if not leaves:
         return None
-    return zlib.crc32(repr([_crc(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]).encode())
+    states = [leaf.get_state() if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]
+    return zlib.crc32(repr([_crc(state) if isinstance(state, Tensor) else state for state in states]).encode())
 
 
 def _crc(tensor: Tensor) -> int:
@@ -151,4 +169,4 @@ def _crc(tensor: Tensor) -> int:
 def _is_plain(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return type(leaf) in {Tensor, nn.Parameter} and leaf.layout == torch.strided and not leaf.is_meta
-    return isinstance(leaf, int | float | complex)
+    return isinstance(leaf, _STATE)
