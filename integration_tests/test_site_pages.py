@@ -4,15 +4,41 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import Field
+
+from d9d_loop import Section
 
 pytest.importorskip("mkdocs", reason="needs the dependency group docs; .ci/run runs it in the lane 'pages of the site'")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / ".ci"))
 from benchmark_records import read_output, slower  # noqa: E402
 from docs_benchmarks import change, page, table, targets  # noqa: E402
+from docs_configuration import tabulate_fields  # noqa: E402
 from docs_llms import first_sentence  # noqa: E402
 from docs_reference import SOURCE, exported, pages  # noqa: E402
 from docs_site import on_page_markdown  # noqa: E402
+
+
+class _Rate(Section):
+    rate: float = Field(default=0.5, description="How much.")
+
+
+class _Small(Section):
+    size: int
+
+
+class _Grown(_Small):
+    limit: int | None = Field(default=None, description="How many.")
+    choice: _Rate
+
+
+def test_the_table_of_a_configuration_omits_the_fields_of_another_class() -> None:
+    assert tabulate_fields(_Grown, without=_Small).splitlines() == [
+        "| Key | Type | Default | What it is for |",
+        "|---|---|---|---|",
+        "| `limit` | `int` or `null` | null | How many. |",
+        "| `choice.rate` | `float` | 0.5 | How much. |",
+    ]
 
 
 def test_a_change_of_more_than_five_percent_is_flagged() -> None:

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt
 
 from d9d_dist import UserError
 from d9d_loop import Section, TrainerConfig
-from d9d_loop.config._config_help import describe_fields, tabulate_fields
+from d9d_loop.config._config_help import describe_fields
 from d9d_loop.config._config_keys import all_keys, keys_of, sections_of
 
 
@@ -44,19 +44,6 @@ class Job(Section):
     on: bool = True
     items: tuple[Annotated[A | B, Field(discriminator="kind")], ...] = (B(),)
     table: dict[str, int] = Field(default_factory=dict)
-
-
-class Small(Section):
-    size: int
-
-
-class Rate(Section):
-    rate: float = Field(default=0.5, description="How much.")
-
-
-class Grown(Small):
-    limit: int | None = Field(default=None, description="How many.")
-    choice: Rate
 
 
 def test_the_overview_has_a_line_for_each_key_of_the_default_kinds() -> None:
@@ -125,12 +112,3 @@ def test_the_trainer_documents_every_key() -> None:
             assert f"  --{key.name} " in text
             assert key.description or key.name.endswith(".kind"), key.name
             assert key.description in text
-
-
-def test_the_table_omits_the_fields_of_another_class() -> None:
-    assert tabulate_fields(Grown, without=Small).splitlines() == [
-        "| Key | Type | Default | What it is for |",
-        "|---|---|---|---|",
-        "| `limit` | `int` or `null` | null | How many. |",
-        "| `choice.rate` | `float` | 0.5 | How much. |",
-    ]

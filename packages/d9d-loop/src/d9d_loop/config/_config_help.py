@@ -74,22 +74,6 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:
-    """Return a Markdown table of the keys, except those of `without`, with type, default and description.
-
-    Keys of the items of a list are written as `list[].key`.
-    """
-    known = {} if without is None else _entries(without)
-    lines = ["| Key | Type | Default | What it is for |", "|---|---|---|---|"]
-    for name, variants in _entries(model).items():
-        if name not in known:
-            what = " ".join([*_descriptions(variants), _only_for(variants).strip()]).strip()
-            types = " or ".join(f"`{each}`" for each in _types(variants).split(" | "))
-            cells = [f"`{name}`", types, _defaults(variants).removeprefix("default "), what]
-            lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
-    return "\n".join(lines)
-
-
 def _entries(model: type[BaseModel]) -> dict[str, list[Key]]:
     """Return, by dotted name, all keys that are not sections, each with one variant per kind that declares it."""
     entries: dict[str, list[Key]] = {}

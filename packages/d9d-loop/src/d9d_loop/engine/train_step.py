@@ -87,8 +87,9 @@ class TrainStep:
             ctx.align_groups()
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
         self._totals: StepTotals | None = None
-        self._buffers: BufferValues | None = None  # at the start of the step, to undo it
-        self._first_buffers: BufferValues | None = None  # those that checkpoints omit, before the first step
+        self._buffers = BufferValues(self._model)  # at the start of the step, to undo it
+        # Those that checkpoints omit, before the first step.
+        self._first_buffers = BufferValues(self._model, "not saved", device=torch.device("cpu"))
         self._has_failed = False
         self._is_first = True
 
@@ -144,7 +145,7 @@ class TrainStep:
         if self._totals is None:
             self._events.emit(StepStarted(number))
             self._totals = StepTotals(self._ctx.device)
-            self._copy_buffers()
+            self._buffers.refresh()
         else:  # finish the reduction of the previous call; later gradients are added to the reduced sum
             self._gradient_sync.finish()
         totals = self._totals
@@ -172,21 +173,13 @@ class TrainStep:
         self._has_failed = False
         return timeline
 
-    def _copy_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.refresh()
-            return
-        self._buffers = BufferValues(self._model)
-        self._first_buffers = BufferValues(self._model, "not saved", device=torch.device("cpu"))
-
     def copies_of_buffers(self) -> list[Tensor]:
         """Return the copies of buffers on the device."""
-        return [] if self._buffers is None else self._buffers.tensors()
+        return self._buffers.tensors()
 
     def reset_buffers(self) -> None:
         """Set the buffers that checkpoints omit to their values before the first step. Call it after a load."""
-        if self._first_buffers is not None:
-            self._first_buffers.restore()
+        self._first_buffers.restore()
 
     def _refuse_partial_gradients(self) -> None:
         if self._has_failed:
@@ -265,7 +258,6 @@ class TrainStep:
             self._average.update(taken)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
-        assert self._buffers is not None
         # A skipped step leaves no NaN in running statistics.
         if self._guard is None or self._guard.last_taken is not True:
             self._buffers.restore(unless=taken)
@@ -293,7 +285,6 @@ class TrainStep:
         if self.is_pending:
             self._totals = None
             self._discard()
-            assert self._buffers is not None
             self._buffers.restore()
 
     def _discard(self) -> None:
