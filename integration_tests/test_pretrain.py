@@ -180,7 +180,7 @@ def test_an_expert_parallel_degree_without_experts_is_refused(tmp_path: Path) ->
     degrees = ["--mesh.data_parallel_shard", "2", "--mesh.expert_parallel", "2"]
     for ended in on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + degrees, world_size=2):
         assert ended.code == 2
-        assert "mesh.expert_parallel = 2, but the model provider's parallelize shards no experts" in ended.errors
+        assert "mesh.expert_parallel = 2, but no experts are sharded; expected a model with experts" in ended.errors
 
 
 def test_a_data_folder_without_text_is_refused(tmp_path: Path) -> None:

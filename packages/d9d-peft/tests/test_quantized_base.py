@@ -266,6 +266,9 @@ def test_layers_that_cannot_be_quantized_are_refused() -> None:
 
     refused("matches no linear layer or grouped experts with a frozen weight", base())
     refused(r"matches no linear layer .* Call inject\(\) first", adapted(None), "1")
+    refused(
+        r"the target '[^']{0,39}, which matches no .* layers Conv1D, as of GPT-2, need base = dense", base(), "x" * 99
+    )
     refused("0, which has 16 input features, not a multiple of block_size = 12", adapted(None), "0", block_size=12)
     refused("0, which is already quantized", adapted())
     refused("block_size = 3; expected an even number", adapted(None), block_size=3)

@@ -96,7 +96,8 @@ def test_classes_of_a_table_have_their_names(tmp_path: Path) -> None:
     table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, -1]}, features=features)
     table.to_parquet(str(tmp_path / "a.parquet"))
     table.save_to_disk(str(tmp_path / "saved"))
-    for name in ("a.parquet", "saved"):
+    table.with_format("torch", columns=["text"]).save_to_disk(str(tmp_path / "formatted"))  # stored without effect
+    for name in ("a.parquet", "saved", "formatted"):
         samples = open_samples([tmp_path / name], key="files")
         assert [samples[index]["label"] for index in range(3)] == ["no", "yes", None]  # -1 is no class
         assert list(samples)[1] == {"text": "b", "label": "yes"}

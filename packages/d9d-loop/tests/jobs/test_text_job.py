@@ -579,6 +579,7 @@ def test_mistakes_in_a_configuration_are_refused(
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"broken\.jsonl, line 2: .*; expected a JSON object"),
         ("latin.txt", b"caf\xe9", r"latin\.txt is not UTF-8 text"),
         ("data.parquet", b"csv, renamed", r"data\.parquet cannot be read: .* Expected a valid \.parquet file"),
+        ("data.csv", b"text,label\na,b\nc,d,e\n", r"data\.csv cannot be read: .*Expected 2 fields in line 3, saw 3"),
         (
             "data.xlsx",
             b"PK\x03\x04\x14\x00\xe9\x00",
@@ -587,7 +588,7 @@ def test_mistakes_in_a_configuration_are_refused(
     ],
 )
 def test_files_without_texts_are_refused(name: str, content: bytes, message: str, folder: Path, tmp_path: Path) -> None:
-    if name.endswith(".parquet"):
+    if name.endswith((".parquet", ".csv")):
         pytest.importorskip("datasets")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):

@@ -110,8 +110,8 @@ def quantize_base(
     }
     if not layers:
         raise UserError(
-            f"quantize_base got the target {target!r}, which matches no linear layer or grouped experts with a frozen "
-            "weight. Call inject() first, or widen the target."
+            f"quantize_base got the target {target!r:.40}, which matches no linear layer or grouped experts with a "
+            "frozen weight. Call inject() first, or widen the target; layers Conv1D, as of GPT-2, need base = dense."
         )
     problems = _problems(model, layers, block_size)
     if problems:

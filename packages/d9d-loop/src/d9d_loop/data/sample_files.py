@@ -233,7 +233,7 @@ def _open(kind: FileKind, path: Path, *, key: str, text_field: str) -> Samples:
     except UserError:
         raise
     except Exception as error:  # datasets raises the exceptions of many libraries
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         what = "dataset of save_to_disk" if kind == "saved dataset" else f"{kind} file"
         raise UserError(
             f"{key}: {path} cannot be read: {why} Expected a valid {what}. Name other files, or write it again."
@@ -275,7 +275,7 @@ def _load(builder: str, path: Path, **options: Any) -> Samples:
 def _open_saved(folder: Path) -> Samples:
     import datasets
 
-    return _with_names(datasets.load_from_disk(str(folder)))
+    return _with_names(datasets.load_from_disk(str(folder)).with_format(None))
 
 
 def _with_names(table: Any) -> Samples:

@@ -171,6 +171,6 @@ def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedCo
     here = any("ep_shard" in (each.device_mesh.mesh_dim_names or ()) for each in parameters)
     if not any(gather_json(here)):
         raise UserError(
-            f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shards no experts; expected a "
-            "call of parallelize_moe(model, ctx) of d9d_moe. Add it, or set the degree to 1."
+            f"mesh.expert_parallel = {num_ranks}, but no experts are sharded; expected a model with experts. Set it to "
+            "1, or call parallelize_moe(model, ctx) of d9d_moe in parallelize of your own model provider."
         )
