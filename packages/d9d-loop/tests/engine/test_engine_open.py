@@ -53,6 +53,14 @@ def test_a_loaded_engine_continues_bitwise(tmp_path: Path) -> None:
         assert engine.num_steps == 1
 
 
+@pytest.mark.parametrize("as_function", [True, False])
+def test_a_model_is_a_module_or_a_function(as_function: bool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    expected = [each.detach().clone() for each in model.parameters()]
+    with Engine.open(config_of(tmp_path), model=(lambda: model) if as_function else model, task=TASK) as engine:
+        assert all(map(torch.equal, values(engine), expected))
+
+
 def test_a_checkpoint_needs_the_same_reference(tmp_path: Path) -> None:
     def engine(seed: int) -> Any:
         config = config_of(tmp_path, seed=seed)

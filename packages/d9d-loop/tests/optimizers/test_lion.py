@@ -1,6 +1,9 @@
+from typing import Any
+
+import pytest
 import torch
 
-from d9d_loop.optimizers import Lion
+from d9d_loop.optimizers import Lion, ScheduleFreeAdamW
 
 
 def test_updates_equal_the_paper() -> None:
@@ -20,6 +23,20 @@ def test_updates_equal_the_paper() -> None:
             w = w - 0.1 * ((1.0 if c > 0 else -1.0) + 0.3 * w)  # noqa: PLW2901
             m = 0.8 * m + 0.2 * g
         assert abs(found - w) < 1e-13
+
+
+@pytest.mark.parametrize("kind", [Lion, ScheduleFreeAdamW])
+def test_complex_numbers_are_pairs_of_real_ones(kind: Any) -> None:
+    draws = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 3, 2, generator=draws, dtype=torch.float64)
+    pairs, weight = start.clone().requires_grad_(), torch.view_as_complex(start.clone()).requires_grad_()
+    optimizers = [kind([each], lr=0.1, weight_decay=0.3) for each in (pairs, weight)]
+    for gradient in gradients:
+        pairs.grad, weight.grad = gradient, torch.view_as_complex(gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not torch.equal(pairs, start)
+    assert torch.equal(torch.view_as_real(weight.detach()), pairs)
 
 
 def test_factors_are_not_rounded_to_the_weight_dtype() -> None:

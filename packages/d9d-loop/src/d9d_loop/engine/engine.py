@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, ModuleOffloader, Region, StageInfo, UserError
+from d9d_dist import DistributedContext, ModuleOffloader, Region, UserError
 from d9d_dist.data_parallel.gathered_parameters import free_all_gathered
 from d9d_dist.values.parameter_writes import refuse_later_writes
 from d9d_loop.config.engine_config import EngineConfig
@@ -33,7 +33,7 @@ from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
 from d9d_loop.model.model_check import dropout_names, trains_batch_norm
-from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.model.model_provider import BuildFunction, ModelProvider
 from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.ema import Ema
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -139,7 +139,7 @@ class Engine:
         cls,
         config: EngineConfig,
         *,
-        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        model: ModelProvider | nn.Module | BuildFunction,
         task: BatchTask,
         optimizer: OptimizerProvider | None = None,
         pipeline_schedule: Schedule | None = None,
@@ -154,7 +154,7 @@ class Engine:
 
         Args:
             config: The configuration.
-            model: A model provider, or a function that builds a pipeline stage of the model.
+            model: A model provider, a module, or a function that builds a module or a pipeline stage.
             task: See `Engine`.
             optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
             pipeline_schedule: Pipeline schedule; by default the one of the configuration.

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from d9d_dist import StageInfo, UserError, read_launch
+from d9d_dist import UserError, read_launch
 from d9d_loop.config.engine_config import EngineConfig
 from d9d_loop.engine.checkpoints import EngineCheckpoints
 from d9d_loop.engine.local_tiers import check_local_tiers
@@ -17,7 +17,7 @@ from d9d_loop.model.compiled_model import check_backend
 from d9d_loop.model.model_check import check_trained_dtypes
 from d9d_loop.model.model_options import ModelOptions
 from d9d_loop.model.model_plan import plan_model
-from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.task import BatchTask
 from d9d_loop.writable import check_writable
@@ -31,7 +31,7 @@ def opened_engine(
     config: EngineConfig,
     build: Callable[..., E],
     *,
-    model: ModelProvider | Callable[[StageInfo], nn.Module],
+    model: ModelProvider | nn.Module | BuildFunction,
     task: BatchTask,
     optimizer: OptimizerProvider | None,
     pipeline_schedule: Schedule | None,
@@ -40,7 +40,7 @@ def opened_engine(
 
     `build` gets the arguments of `Engine` except `reference`.
     """
-    provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
+    provider = model_provider(model)
     _check_bad_steps(config)
     if config.compile is not None:
         check_backend(config.compile)

@@ -78,10 +78,11 @@ def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the non-empty local shards of tensors, which suffice for an elementwise update; drop `None`.
 
     On DTensors, each operation would first propagate the placements of all tensors, which takes seconds in the first
-    step. An empty parameter shard has empty gradients and state, so parallel lists still match.
+    step. An empty parameter shard has empty gradients and state, so parallel lists still match. Complex numbers are
+    pairs of real ones, as in torch's AdamW.
     """
     parts = [local_tensor(tensor) for tensor in tensors if tensor is not None]
-    return [part for part in parts if part.numel()]
+    return [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts if part.numel()]
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
