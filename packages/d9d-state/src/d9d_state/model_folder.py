@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
+from d9d_dist.errors import shorten
 from d9d_state._member import AnyPath, as_folder, is_plain, read_member
 from d9d_state.json_value import parse_json, shortened
 from d9d_state.safetensors_header import StoredTensor, read_header
@@ -15,7 +16,6 @@ from d9d_state.tensor_info import TensorInfo
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 1 << 25  # room for about 200,000 tensors
-_SHOWN = 20  # names in one message
 _MAX_NESTED = 10_000  # bounds the memory of a malicious index: a parsed empty list takes 30 times its text's size
 
 
@@ -41,15 +41,20 @@ class ModelFolder:
         """Read the header of `model.safetensors`, or of every file in `model.safetensors.index.json`.
 
         Raises:
-            UserError: If the folder has neither file, or the index or a header is malformed. Also if the index names a
-                file outside the folder, or a listed tensor is missing from its file.
+            UserError: If the folder has neither file, or two models, or the index or a header is malformed. Also if the
+                index names a file outside the folder, or a listed tensor is missing from its file.
         """
         folder = as_folder(path)
-        if _exists(folder / INDEX_NAME):
-            return cls._indexed(folder, _weight_map(folder))
-        if not _exists(folder / SINGLE_NAME):
-            raise UserError(f"{folder} contains no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
         file = folder / SINGLE_NAME
+        if _exists(folder / INDEX_NAME):
+            weight_map = _weight_map(folder)
+            names = set(weight_map.values())
+            if SINGLE_NAME in names or not _exists(file):
+                return cls._indexed(folder, weight_map)
+            if all(_exists(_plain(folder, name)) for name in names):  # else an index of files that a save has replaced
+                raise UserError(f"{folder} has {SINGLE_NAME} and {INDEX_NAME} of other files; delete the older model.")
+        elif not _exists(file):
+            raise UserError(f"{folder} contains no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
         return cls.of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
 
     @classmethod
@@ -58,8 +63,7 @@ class ModelFolder:
         headers = {name: read_header(path) for name, path in paths.items()}
         absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]]
         if absent:
-            named = ", ".join(absent[:_SHOWN]) + (f", and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
-            raise UserError(f"{folder / INDEX_NAME} lists tensors that are missing from their files: {named}.")
+            raise UserError(f"{folder / INDEX_NAME} lists tensors that are not in their files: {shorten(absent)}.")
         return cls.of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
 
     @classmethod
@@ -88,12 +92,8 @@ def _plain(folder: AnyPath, name: str) -> AnyPath:
 def _weight_map(folder: AnyPath) -> dict[str, str]:
     path = folder / INDEX_NAME
     data = read_member(folder, INDEX_NAME, _MAX_INDEX_BYTES + 1)
-    if len(data) > _MAX_INDEX_BYTES:
-        raise UserError(f"{path} is larger than the limit of {_MAX_INDEX_BYTES} bytes for an index.")
-    if data.count(b"{") + data.count(b"[") > _MAX_NESTED:
-        raise UserError(
-            f"{path} is not an index: it has more than {_MAX_NESTED} objects and lists; an index has three."
-        )
+    if len(data) > _MAX_INDEX_BYTES or data.count(b"{") + data.count(b"[") > _MAX_NESTED:
+        raise UserError(f"{path} is not an index: it has more than {_MAX_INDEX_BYTES} bytes or {_MAX_NESTED} objects.")
     try:
         index = parse_json(data)
     except ValueError as error:
