@@ -54,6 +54,23 @@ def test_moves_to_a_device_in_place() -> None:
     assert metric.compute().device.type == "meta"
 
 
+class _AlmostEqual(Metric):
+    def __init__(self) -> None:
+        self._total, self.total = Accumulator("sum"), Accumulator("sum")
+
+    def update(self, value: float) -> None:
+        self._total.update(value)
+        self.total.update(1)
+
+    def compute(self) -> torch.Tensor:
+        return self._total.value / self.total.value
+
+
+def test_names_that_differ_only_in_underscores_are_an_error() -> None:
+    with pytest.raises(UserError, match="attributes of _AlmostEqual differ only in leading underscores; rename one"):
+        _AlmostEqual().reset()
+
+
 class _InAList(Metric):
     def __init__(self) -> None:
         self._counts = [Accumulator("count")]

@@ -38,9 +38,12 @@ class Metric(ABC):
         """Return the accumulators of this metric by name: the same objects in the same order on every call.
 
         By default, these are the attributes that are accumulators, under their names without leading underscores.
-        Override the method if accumulators are in containers or in other metrics. Raises `UserError` if there are none.
+        Override the method if accumulators are in containers or in other metrics. Raises `UserError` if there are none,
+        or if two have the same name.
         """
         found = {name.lstrip("_"): each for name, each in vars(self).items() if isinstance(each, Accumulator)}
+        if len(found) < sum(isinstance(each, Accumulator) for each in vars(self).values()):
+            raise UserError(f"attributes of {type(self).__name__} differ only in leading underscores; rename one.")
         if not found:
             raise UserError(
                 f"{type(self).__name__} has no accumulators as attributes; expected at least one, because other state "
