@@ -1,4 +1,7 @@
+import copy
+import gc
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -176,3 +179,52 @@ def test_numbers_and_modes_of_a_later_forward_do_not_change_gradients() -> None:
         results.append([block.scale, block.training, *(each.grad for each in block.parameters())])
     assert results[0][:2] == results[1][:2] == [0.25, False]
     torch.testing.assert_close(*(each[2:] for each in results), rtol=0, atol=0)
+
+
+class _Halves(nn.Module):
+    """Block with a number that its constructor sets, one that forward creates, and an attention map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(3, 3).double(), 1.0
+        self.weights: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale *= 0.5
+        self.factor: float = getattr(self, "factor", 1.0) * 0.5
+        y = self.linear(x) * self.scale * self.factor
+        self.weights = y.softmax(-1)
+        return torch.tanh(y) + self.weights
+
+
+def _gradient(block: _Halves) -> tuple[Tensor, float, float]:
+    block.zero_grad()
+    outputs = [block(torch.full((2, 3), value).double()) for value in (0.5, 2.0)]
+    for output in outputs:
+        output.square().sum().backward()
+    assert block.linear.weight.grad is not None
+    block.weights = None  # no activation can be copied
+    return block.linear.weight.grad.clone(), block.scale, block.factor
+
+
+def test_numbers_that_forward_creates_and_those_of_a_copy_change_once() -> None:
+    expected, block = _Halves(), _Halves()
+    recompute(block)
+    for _ in range(2):
+        torch.testing.assert_close(_gradient(block), _gradient(expected), rtol=0, atol=0)
+    torch.testing.assert_close(_gradient(copy.deepcopy(block)), _gradient(copy.deepcopy(expected)), rtol=0, atol=0)
+    assert block.factor == 2**-4
+
+
+def test_an_activation_in_an_attribute_is_freed_with_the_next_forward() -> None:
+    block, x = _Halves(), torch.ones(2, 3).double()
+    recompute(block)
+    held = []
+    for _ in range(4):
+        output = block(x)
+        assert block.weights is not None
+        held.append(weakref.ref(block.weights))
+    gc.collect()
+    assert [each() is None for each in held] == [True, True, True, False]
+    assert output.requires_grad

@@ -5,7 +5,7 @@ torch's `checkpoint` restores torch's default generators alone. Buffers and attr
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,6 +17,8 @@ from d9d_dist.values.buffer_values import BufferValues
 from d9d_dist.values.seeds import HostRandom
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OTHER = object()  # the value of an attribute that is not plain, which is left alone
 
 
 def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) -> None:
@@ -27,27 +29,21 @@ def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) 
     before each forward; copies of large ones that it does not write are dropped after it. Module hooks, including
     FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of torch's `checkpoint`.
     """
-    module.forward = partial(_checkpointed, module, module.forward, contexts, _States(module))
+    module.forward = partial(_checkpointed, module, module.forward, contexts)
 
 
 # torch.compile skips modules whose forward is torch.utils.checkpoint.checkpoint itself.
-def _checkpointed(
-    module: nn.Module, forward: Any, contexts: Callable[[], Any], states: "_States", *args: Any, **kwargs: Any
-) -> Any:
+def _checkpointed(module: nn.Module, forward: Any, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # compiled code writes buffers once
         options: Any = {} if contexts is noop_context_fn else {"context_fn": contexts}
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-    return checkpoint(_repeatable(module, forward, states, *contexts()), *args, use_reentrant=False, **kwargs)
+    return checkpoint(_repeatable(module, forward, *contexts()), *args, use_reentrant=False, **kwargs)
 
 
 def _repeatable(
-    module: nn.Module,
-    forward: Any,
-    states: "_States",
-    first: AbstractContextManager[Any],
-    again: AbstractContextManager[Any],
+    module: nn.Module, forward: Any, first: AbstractContextManager[Any], again: AbstractContextManager[Any]
 ) -> Callable[..., Any]:
     """Return a function that runs a forward, and in later calls repeats it without effect on the state of the module.
 
@@ -55,7 +51,7 @@ def _repeatable(
     """
     start: BufferValues | None = None
     written: list[Slot] = []
-    begin = states.now()
+    begin = _State(module)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal start, written
@@ -65,9 +61,9 @@ def _repeatable(
                 outputs = forward(*args, **kwargs)
             written = start.end_forward()
             return outputs
-        now, buffers, other = BufferValues(module), [slot.get() for slot in written], states.now()
+        now, buffers, other = BufferValues(module), [slot.get() for slot in written], _State(module)
         start.restore()
-        states.restore(begin)
+        begin.restore()
         for slot in written:  # the graph keeps the values of this forward
             slot.put(getattr(slot.module, slot.name).clone())
         try:
@@ -77,38 +73,35 @@ def _repeatable(
             for slot, buffer in zip(written, buffers, strict=True):
                 slot.module._buffers[slot.name] = buffer
             now.restore()
-            states.restore(other)
+            other.restore()
 
     return run
 
 
 @final
-class _States:
-    """Generators and plain attributes of a module and its parts, as they are at the first forward."""
+class _State:
+    """Copy of the random states and the plain attributes of a module and its parts; it holds no other attributes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._host, self._generators = HostRandom.now(), list[tuple[torch.Generator, Tensor]]()
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for attributes in map(vars, module.modules()):
+            held = {key: attributes[key] for key in attributes.keys() - _OF_MODULES}
+            self._generators += [
+                (each, each.get_state()) for each in held.values() if isinstance(each, torch.Generator)
+            ]
+            plain = {key: each if isinstance(each, _PLAIN) else _OTHER for key, each in held.items()}
+            self._attributes.append((attributes, plain))
 
-    @cached_property
-    def _generators(self) -> list[torch.Generator]:
-        held = (each for part in self._module.modules() for each in vars(part).values())
-        return [each for each in held if isinstance(each, torch.Generator)]
-
-    @cached_property
-    def _attributes(self) -> list[tuple[dict[str, Any], str]]:
-        held = ((vars(part), key) for part in self._module.modules() for key in vars(part))
-        return [(attributes, key) for attributes, key in held if isinstance(attributes[key], _PLAIN)]
-
-    def now(self) -> tuple[HostRandom, list[Tensor], list[Any]]:
-        """Return the current states, also of Python's and NumPy's generators."""
-        own = [each.get_state() for each in self._generators]
-        return HostRandom.now(), own, [attributes.get(key) for attributes, key in self._attributes]
-
-    def restore(self, states: tuple[HostRandom, list[Tensor], list[Any]]) -> None:
-        """Set generators and attributes to earlier states."""
-        states[0].restore()
-        for generator, state in zip(self._generators, states[1], strict=True):
+    def restore(self) -> None:
+        """Set generators and plain attributes to the values of the copy, and delete plain attributes that are new."""
+        self._host.restore()
+        for generator, state in self._generators:
             generator.set_state(state)
-        for (attributes, key), value in zip(self._attributes, states[2], strict=True):
-            if attributes.get(key) is not value:
-                attributes[key] = value
+        for attributes, plain in self._attributes:
+            for key in attributes.keys() - _OF_MODULES - plain.keys():
+                if isinstance(attributes[key], _PLAIN):
+                    del attributes[key]
+            for key, value in plain.items():
+                if value is not _OTHER and attributes.get(key, _OTHER) is not value:
+                    attributes[key] = value
