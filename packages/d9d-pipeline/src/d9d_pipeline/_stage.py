@@ -1,7 +1,7 @@
 """Forward and backward of one pipeline stage, with the autograd graph cut at the stage's inputs."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from d9d_dist import SplitBackward, defer_gradient_sync, finish_gradient_sync, set_gradient_sync
 from d9d_dist.data_parallel.gathered_parameters import free_gathered, free_gathered_after_backward
 from d9d_dist.split_backward import DeferredWeightGrads
-from d9d_dist.values.buffer_values import BufferValues
 
 
 @final
@@ -73,11 +72,9 @@ class Stage:
         received: list[Tensor] = []
         if not self._is_first:
             args = pytree.tree_map(partial(_receive, received), args)
-        buffers = BufferValues(self._module) if is_stand_in else None
-        with nullcontext() if self._split is None else self._split.forward():
+        split = nullcontext() if self._split is None else self._split.forward()
+        with split, _copied_buffers(self._module) if is_stand_in else nullcontext():
             output = self._module(*args, **shared)
-        if buffers is not None:
-            buffers.restore()
         # The last stage's backward starts from the loss, which is computed later.
         return output, ForwardState(received, [] if self._is_last else edges_of(output))
 
@@ -113,6 +110,22 @@ class Stage:
         deferred.compute()
         if microbatch == self._last_backward:
             finish_gradient_sync(self._module)
+
+
+@contextmanager
+def _copied_buffers(module: nn.Module) -> Generator[None]:
+    """Give a module copies of its buffers for the body. Graphs of the body keep the copies."""
+    places = [(owner, name, each) for owner in module.modules() for name, each in owner._buffers.items()]
+    copies = {id(each): each.clone() for _, _, each in places if each is not None}
+    for owner, name, each in places:
+        owner._buffers[name] = copies.get(id(each))
+    try:
+        yield
+    finally:
+        for owner, name, each in places:
+            # The body may have replaced a cache, whose validity depends on attributes of the module.
+            if name not in owner._non_persistent_buffers_set or owner._buffers[name] is copies.get(id(each)):
+                owner._buffers[name] = each
 
 
 def edges_of(tree: Any) -> list[GradientEdge]:
