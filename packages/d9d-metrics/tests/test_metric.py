@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_metrics import Accumulator, Max, Metric, Sum, WeightedMean
@@ -82,3 +83,24 @@ class _InAList(Metric):
 def test_a_metric_without_accumulators_as_attributes_is_refused() -> None:
     with pytest.raises(UserError, match=r"_InAList has no accumulators as attributes.* Override accumulators\(\)"):
         _InAList().reset()
+
+
+class _CountsInNumbers(Metric):
+    def __init__(self) -> None:
+        self.total, self.count, self.seen = Accumulator("sum"), 0, list[float]()
+
+    def update(self, value: float, *, as_list: bool) -> None:
+        self.total.update(value)
+        if as_list:
+            self.seen.append(value)
+        else:
+            self.count += 1
+
+    def compute(self) -> Tensor:
+        return self.total.value
+
+
+@pytest.mark.parametrize(("as_list", "name"), [(False, "count"), (True, "seen")])
+def test_state_outside_of_accumulators_is_an_error(as_list: bool, name: str) -> None:
+    with pytest.raises(UserError, match=f"update of _CountsInNumbers changed {name}; expected changes of accumulators"):
+        _CountsInNumbers().update(1.0, as_list=as_list)

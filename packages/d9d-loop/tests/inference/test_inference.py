@@ -80,8 +80,22 @@ def _weights(folder: Path) -> nn.Module:
     return model
 
 
+class _Records(_Sums):
+    def __init__(self) -> None:
+        self._seen: list[int] = []
+
+    def results(self, outputs: torch.Tensor, batch: Batch) -> Sequence[JsonValue]:
+        self._seen += batch["number"].tolist()
+        return super().results(outputs, batch)
+
+
 def _run(folder: str, weights: str, mesh: dict[str, int]) -> int:
     return _inference(Path(folder), weights=weights, mesh=mesh).run().num_samples
+
+
+def _run_recorded(folder: str, weights: str, mesh: dict[str, int]) -> tuple[int, list[int]]:
+    task, config = _Records(), _config(Path(folder), weights=weights, mesh=mesh)
+    return Inference(config, model=_Net, data=_data(23), task=task).run().num_samples, task._seen
 
 
 @pytest.mark.parametrize(
@@ -95,10 +109,10 @@ def _run(folder: str, weights: str, mesh: dict[str, int]) -> int:
 )
 def test_every_sample_has_its_result_in_order_on_any_ranks(tmp_path: Path, ranks: int, mesh: dict[str, int]) -> None:
     model = _weights(tmp_path / "weights")
-    if ranks == 1:
-        assert _run(str(tmp_path), str(tmp_path / "weights"), mesh) == 23
-    else:
-        assert run_ranks(_run, str(tmp_path), str(tmp_path / "weights"), mesh, world_size=ranks) == [23] * ranks
+    arguments = str(tmp_path), str(tmp_path / "weights"), mesh
+    found = [_run_recorded(*arguments)] if ranks == 1 else run_ranks(_run_recorded, *arguments, world_size=ranks)
+    assert [num_samples for num_samples, _ in found] == [23] * ranks
+    assert sorted(number for _, seen in found for number in seen) == list(range(23))  # not those of dummy batches
     lines = _lines(tmp_path)
     assert [line["number"] for line in lines] == list(range(23))
     torch.testing.assert_close([line["sum"] for line in lines], _expected(model), rtol=1e-12, atol=1e-12)

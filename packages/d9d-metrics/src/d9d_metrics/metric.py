@@ -1,8 +1,9 @@
 """Base class of metrics: state in accumulators, which reduce exactly over any number of ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Self, TypeAlias
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ class Metric(ABC):
 
     `d9d_metrics.sync_metrics` reduces any number of metrics together and returns copies with the reduced state.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make `update` raise `UserError` if it changes an attribute that is a number or a list."""
+        super().__init_subclass__(**kwargs)
+        if callable(update := vars(cls).get("update")):
+            setattr(cls, "update", _checked(update))  # noqa: B010 - metrics have no `update` of one signature
 
     def accumulators(self) -> Mapping[str, Accumulator]:
         """Return the accumulators of this metric by name: the same objects in the same order on every call.
@@ -91,3 +98,25 @@ class Metric(ABC):
             )
         for name, accumulator in accumulators.items():
             accumulator.value.copy_(state_dict[name])
+
+
+def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(update)
+    def checked(self: Metric, *args: Any, **kwargs: Any) -> Any:
+        before = _plain_state(self)
+        result = update(self, *args, **kwargs)
+        now = _plain_state(self)
+        if changed := [name for name in before if name in now and before[name] != now[name]]:
+            raise UserError(
+                f"update of {type(self).__name__} changed {', '.join(changed)}; expected changes of accumulators only, "
+                'because other state is not reduced, reset or saved. Use an Accumulator("sum").'
+            )
+        return result
+
+    return checked
+
+
+def _plain_state(metric: Metric) -> dict[str, object]:
+    """Return the numbers and the lengths of lists among the attributes."""
+    values = {name: len(value) if isinstance(value, list) else value for name, value in vars(metric).items()}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}

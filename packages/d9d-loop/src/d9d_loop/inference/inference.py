@@ -195,14 +195,15 @@ class Inference:
         """Compute the missing parts in rounds, one part per data-parallel rank in each round."""
         dp_size, config = ctx.size("batch", "dp"), self._config
         pace = Pace(ctx, watchdog)
-        # All ranks run the same number of batches, because of the collectives. Padding results are dropped.
-        batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
         parts = [dict(enumerate(at_once)).get(ctx.coordinate("batch", "dp")) for at_once in own]
-        indices = [self._batches_of(part, batches_of_a_part) for part in parts]
+        indices = [self._batches_of(part) for part in parts]
+        # In each round, all ranks run the same number of batches, because of the collectives.
+        counts = [max(len(self._batches_of(each)) for each in at_once) for at_once in own]
+        padded = [[*found, *[[0]] * (count - len(found))] for found, count in zip(indices, counts, strict=True)]
         batches = BatchReader(
             SampleReader(SubsetStream(self._data), self._collate),
-            (ReadJob(batch[0], batch) for of_a_part in indices for batch in of_a_part),
+            (ReadJob(batch[0], batch) for of_a_part in padded for batch in of_a_part),
             seed=config.seed,
             place=BatchPlacement(self._task, ctx),
             device=ctx.device,
@@ -223,10 +224,10 @@ class Inference:
             for number, part in enumerate(parts):
                 with torch.no_grad(), isolated_random(config.seed, "part", -1 if part is None else part, device=True):
                     around = partial(pace.batch, number + 1)
-                    results = self._results_of(batches, list(map(len, indices[number])), pipeline, ctx, around)
+                    sizes = [*map(len, indices[number]), *[0] * (counts[number] - len(indices[number]))]
+                    results = self._results_of(batches, sizes, pipeline, ctx, around)
                 if part is not None and is_writing:
-                    # The results after the part's samples belong to padding batches.
-                    self._results.write(part, results[: len(self._results.samples_of(part))])
+                    self._results.write(part, results)
                 for _ in own[number]:
                     progress.step()
                 num_done = num_parts - len(missing) + min((number + 1) * dp_size, len(missing))
@@ -234,11 +235,10 @@ class Inference:
             pace.end()
         progress.close()
 
-    def _batches_of(self, part: int | None, num_batches: int) -> list[list[int]]:
+    def _batches_of(self, part: int | None) -> list[list[int]]:
         size = self._config.batch_size
         samples = [] if part is None else list(self._results.samples_of(part))
-        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        return [*batches, *[[0]] * (num_batches - len(batches))]
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def _results_of(
         self,
@@ -248,9 +248,10 @@ class Inference:
         ctx: DistributedContext,
         around: Callable[[], AbstractContextManager[None]],
     ) -> list[JsonValue]:
-        """Return the results of a part in order, padding batches included; none on ranks without the last stage.
+        """Return the results of a part in order; none on ranks without the last stage.
 
-        `sizes` has the number of samples of each batch, and `around` returns the context of one executor step.
+        `sizes` has the number of samples of each batch, 0 for dummy batches. `around` returns the context of one
+        executor step.
         Collective over the ranks of the pipeline, tensor and context parallelism.
         """
         split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
@@ -258,6 +259,8 @@ class Inference:
 
         def take(outputs: Any, index: int, batch: Any) -> None:
             whole = outputs if split is None else self._task.join_sequence(outputs, split)
+            if not sizes[index]:
+                return
             found = self._task.results(whole, batch)
             if len(found) != sizes[index]:
                 raise UserError(
