@@ -22,7 +22,7 @@ from d9d_dist import (
 )
 from d9d_dist.tensor_parallel.styles import ColumnParallel, RowParallel
 from d9d_dist.testing import run_ranks
-from d9d_dist.values.model_values import built_values, move_to_meta
+from d9d_dist.values.model_values import built_values, digest_values, move_to_meta
 
 
 class _Odd(nn.Module):
@@ -70,6 +70,18 @@ def test_tied_tensors_are_listed_once() -> None:
 def test_tensors_without_values_are_refused(build: Callable[[], nn.Module], names: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"built without values for {names}; expected real tensors.")):
         built_values(build())
+
+
+def test_digests_depend_on_every_bit() -> None:
+    first, second = digest_values(built_values(_build())), digest_values(built_values(_build()))
+    assert first == second
+    changed = _build()
+    positions = changed.get_buffer("positions")
+    with torch.no_grad():
+        changed.frozen[4, 2, 1] *= 1 + 2**-20
+        positions[0, 10] += 1
+    third = digest_values(built_values(changed))
+    assert {name for name in first if first[name] != third[name]} == {"frozen", "positions"}
 
 
 def test_moving_a_model_to_meta_keeps_everything_but_the_values() -> None:

@@ -1,3 +1,5 @@
+import contextlib
+import io
 import random
 import time
 from collections.abc import Callable
@@ -57,7 +59,7 @@ def _config(folder: Path, mesh: dict[str, int]) -> TrainerConfig:
 
 
 def _started(folder: Path, mesh: dict[str, int], build: Callable[[StageInfo], nn.Module]) -> dict[str, Any]:
-    """Return the initial values of a job."""
+    """Return the initial values of a job, and its output."""
     found: dict[str, Any] = {}
 
     def take(ready: ModelReady) -> None:
@@ -65,10 +67,12 @@ def _started(folder: Path, mesh: dict[str, int], build: Callable[[StageInfo], nn
         found["training"] = {name: module.training for name, module in ready.model.named_modules()}
         found["trainable"] = {name: parameter.requires_grad for name, parameter in ready.model.named_parameters()}
 
-    trainer = Trainer(_config(folder, mesh), model=build, data=[torch.ones(3)] * 4, task=_Squares())
-    trainer.events.on(ModelReady, take)
-    trainer.train()
-    return found
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer = Trainer(_config(folder, mesh), model=build, data=[torch.ones(3)] * 4, task=_Squares())
+        trainer.events.on(ModelReady, take)
+        trainer.train()
+    return {**found, "printed": [line for line in printed.getvalue().splitlines() if "built other values" in line]}
 
 
 def _author(stage: StageInfo) -> nn.Module:
@@ -95,6 +99,7 @@ def test_a_job_starts_from_the_values_that_the_function_built(tmp_path: Path, me
             assert torch.equal(found["tensors"][name], value), name
         assert found["training"] == {name: module.training for name, module in expected.named_modules()}
         assert found["trainable"] == {name: value.requires_grad for name, value in expected.named_parameters()}
+        assert found["printed"] == []
 
 
 def _clocked(stage: StageInfo) -> nn.Module:
@@ -110,13 +115,16 @@ def _unseeded(stage: StageInfo) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build", [_clocked, _unseeded])
+@pytest.mark.parametrize(("build", "name"), [(_clocked, "down.bias"), (_unseeded, "gain")])
 def test_values_of_rank_0_are_used_if_ranks_build_other_values(
-    tmp_path: Path, build: Callable[[StageInfo], nn.Module]
+    tmp_path: Path, build: Callable[[StageInfo], nn.Module], name: str
 ) -> None:
     first, second = run_ranks(_started, tmp_path, {"data_parallel_replicate": 2}, build, world_size=2)
     for key, value in first["tensors"].items():
         assert torch.equal(value, second["tensors"][key]), key
+    (line,) = first["printed"]
+    assert line.startswith(f"d9d: rank 1 built other values than rank 0 for {name}; the values on rank 0 are used.")
+    assert second["printed"] == []
 
 
 def _of_rank(stage: StageInfo) -> nn.Module:

@@ -5,6 +5,8 @@ functions require; `place_values` then copies the values to every rank's shards,
 `d9d_dist.values.late_init` initializes models that are built on `meta`.
 """
 
+import ctypes
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -51,6 +53,11 @@ def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, to
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
+def digest_values(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return a CRC-32 of the bytes of each tensor; equal tensors have equal digests on every rank."""
+    return {name: _crc(tensor) for name, tensor in values.items()}
+
+
 def move_to_meta(model: nn.Module) -> None:
     """Replace every parameter and buffer by a tensor on `meta`, in place.
 
@@ -68,12 +75,7 @@ def move_to_meta(model: nn.Module) -> None:
         parameter.grad = None
     # The storages are kept, because addresses are unique only while they are alive.
     built = [(canonical_name(name), tensor.untyped_storage()) for name, tensor in named_tensors(model)]
-    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # parameters on `meta` would stay the same objects
-    try:
-        replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     _check_no_stale_reference(model, {storage._cdata: name for name, storage in built})
 
 
@@ -221,6 +223,11 @@ def _copy_part(target: _Target, block: torch.Tensor, begin: int) -> None:
         if len(places) < block.shape[dim]:
             part = part.index_select(dim, places.to(block.device))
     target.local[start:stop].copy_(part)
+
+
+def _crc(tensor: torch.Tensor) -> int:
+    whole = tensor.cpu().contiguous()  # the variable keeps the memory alive during the read
+    return zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())) if whole.nbytes else 0
 
 
 def _check_replaceable(model: nn.Module) -> None:

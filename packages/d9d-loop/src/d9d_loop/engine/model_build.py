@@ -18,7 +18,7 @@ from d9d_dist import (
 from d9d_dist.data_parallel.embedding_rows import synchronize_embeddings
 from d9d_dist.values.model_values import move_values
 from d9d_loop.engine.pipeline import Pipeline
-from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values
+from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model.model_check import (
     check_experts_are_shared_out,
     check_parallelized,
@@ -57,6 +57,8 @@ def build_pipeline(
         for stage in stages.values():
             materialize(stage, device=ctx.device, seed=seed)
     elif ctx.world_size > 1 or len(stages) > 1:
+        if ctx.world_size > 1:
+            report_different_values(whole, ctx)
         build = partial(_values_of, provider, whole, seed=seed) if ctx.is_main_process else None
         layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
         place_values(list(stages.values()), layout, build, device=ctx.device)

@@ -1,32 +1,30 @@
 """Build of a model before it is sharded: on the CPU with its values, or on `meta` if the provider has `late_init`.
 
-Every rank needs the structure before the job starts; only rank 0 needs the values, and only later. So each rank builds
-on `meta` where it can, and initial values cost neither time nor memory. If the build needs the values, the ranks of a
-host build one after another on the CPU, and keep the structure. Rank 0 builds again when the values are distributed.
-A host never holds more than one whole copy of the model.
+Every rank needs the structure before the job starts; only rank 0 needs the values, and only later. So the ranks of a
+host build one after another, digest each tensor, and keep the structure on `meta`. Rank 0 builds again when the values
+are distributed. A host never holds more than one whole copy of the model.
 """
 
 import copy
 import os
 import sys
-import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import StageInfo, UserError, canonical_name
+from d9d_dist import DistributedContext, StageInfo, UserError, agree, canonical_name
+from d9d_dist.collectives.consensus import name_ranks
 from d9d_dist.host_lock import host_lock
-from d9d_dist.values.model_values import built_values, move_to_meta
+from d9d_dist.values.model_values import built_values, digest_values, move_to_meta
 from d9d_dist.values.parameter_writes import written_tensors
 from d9d_dist.values.seeds import seed_generators
 from d9d_loop.isolation import isolated_random
+from d9d_loop.model._skipped_draws import RefusedReads, SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
 
 
@@ -38,11 +36,14 @@ class BuiltModel:
         module: Module on `meta`; on the CPU with its values if `build_model` was called with `keep_values`.
         tensors: Parameters and buffers on `meta`, by canonical name.
         without_values: Names of the tensors that `build` left on `meta`, to be read from `initial_weights`.
+        digests: CRC-32 of the values of all other tensors, or of the skipped operators that define them. Empty if
+            `module` holds its values; None if `reset_parameters` will draw them.
     """
 
     module: nn.Module
     tensors: Mapping[str, Tensor]
     without_values: frozenset[str]
+    digests: Mapping[str, int] | None
 
 
 def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_values: bool) -> BuiltModel:
@@ -58,14 +59,16 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
     """
     if provider.late_init:
         module = _build_on_meta(provider, stage)
-        return BuiltModel(module, _on_meta(module), frozenset())
+        return BuiltModel(module, _on_meta(module), frozenset(), None)
     if keep_values:
-        return _described(*build_with_values(provider, stage, seed=seed))
+        module, values = build_with_values(provider, stage, seed=seed)
+        tensors = _on_meta(module)
+        return BuiltModel(module, tensors, frozenset(tensors.keys() - values.keys()), {})
     with host_lock("build", f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"):
-        built = _build_structure(provider, stage, seed=seed)
-        built = built or _described(*build_with_values(provider, stage, seed=seed))
-        move_to_meta(built.module)
-    return built
+        module, digests = _build_and_digest(provider, stage, seed=seed)
+        move_to_meta(module)
+    tensors = _on_meta(module)
+    return BuiltModel(module, tensors, frozenset(tensors.keys() - digests.keys()), digests)
 
 
 def build_with_values(
@@ -76,7 +79,11 @@ def build_with_values(
     The seed is set for torch, `random` and, if it is imported, NumPy. Their random states are restored afterwards. The
     returned tensors are the detached parameters and buffers, except those on `meta`. A tied tensor appears once.
     """
-    module = _build_seeded(provider, stage, seed=seed)
+    with isolated_random("build"):
+        seed_generators(seed)
+        module = provider.build(stage)
+    module.zero_grad()
+    _set_own_modes(module)
     return module, built_values(module, ignore_meta=provider.initial_weights is not None)
 
 
@@ -84,6 +91,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model with its parameters and buffers on `meta`."""
     memo: dict[int, Any] = {}
     for each in (*model.parameters(), *model.buffers()):
+        # Not `empty_like`: values of the tensors may not be drawn yet (`SkippedDraws`).
         value = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
         is_parameter = isinstance(each, nn.Parameter)
         memo[id(each)] = nn.Parameter(value, requires_grad=each.requires_grad) if is_parameter else value
@@ -98,92 +106,44 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def _described(module: nn.Module, values: Mapping[str, Tensor]) -> BuiltModel:
-    tensors = _on_meta(module)
-    return BuiltModel(module, tensors, frozenset(tensors.keys() - values.keys()))
+def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
+    """Print on rank 0 the names of the tensors whose values differ between ranks.
 
-
-def _build_seeded(
-    provider: ModelProvider, stage: StageInfo, *, seed: int, within: AbstractContextManager[object] | None = None
-) -> nn.Module:
-    with isolated_random("build"):
-        seed_generators(seed)
-        with within or nullcontext():
-            module = provider.build(stage)
-    module.zero_grad()
-    _set_own_modes(module)
-    return module
-
-
-def _build_structure(provider: ModelProvider, stage: StageInfo, *, seed: int) -> BuiltModel | None:
-    """Build a model without values; return `None` if it must be built with them.
-
-    That is if the build raises, because it reads values or for any other reason, or if tensors other than parameters
-    and buffers lack their values. Also if the build draws random numbers, or itself creates tensors on `meta`.
+    Collective over all ranks: an agreement check of the structure and an all-gather of 8 bytes per tensor. All ranks
+    raise `UserError` if the structure differs.
     """
-    if provider.initial_weights is not None:
-        return None
-    mode = _FilledOnMeta()
+    agree(same={"the structure of the model": describe_tensors(model.tensors)})
+    assert model.digests is not None
+    mine = torch.tensor(list(model.digests.values()), dtype=torch.int64, device=ctx.device)
+    digests = mine.new_empty(ctx.world_size * mine.numel())
+    dist.all_gather_into_tensor(digests, mine)
+    differs = digests.view(ctx.world_size, -1) != digests.view(ctx.world_size, -1)[:1]
+    if ctx.is_main_process and differs.any():
+        names = [name for name, odd in zip(model.digests, differs.any(0).tolist(), strict=True) if odd]
+        ranks = [rank for rank, odd in enumerate(differs.any(1).tolist()) if odd]
+        print(
+            f"d9d: {name_ranks(ranks)} built other values than rank 0 for "
+            f"{', '.join(names)}; the values on rank 0 are used. Draw them from torch's default generator, which is "
+            "seeded equally on every rank."
+        )
+
+
+def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -> tuple[nn.Module, dict[str, int]]:
+    """Build a model and digest its tensors. Large random draws are skipped unless the model's code needs the values."""
+    draws = SkippedDraws()
     try:
-        module = _build_seeded(provider, stage, seed=seed, within=mode)
-        built_values(module, ignore_meta=True)
+        with draws, RefusedReads(draws):
+            module, values = build_with_values(provider, stage, seed=seed)
+        if not draws.failed and not draws.has_others(values.values()):
+            skipped = {name: draws.digest(value) for name, value in values.items()}
+            drawn = digest_values({name: value for name, value in values.items() if skipped[name] is None})
+            return module, {name: drawn.get(name, digest or 0) for name, digest in skipped.items()}
     except Exception:
-        return None
-    if mode.needs_values or mode.holds_others([*module.parameters(), *module.buffers()]):
-        return None
-    return BuiltModel(module, _on_meta(module), frozenset())
-
-
-_FILLED = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
-
-
-@final
-class _FilledOnMeta(TorchFunctionMode):
-    """Function mode that creates constant, uninitialized and random tensors on `meta` instead of the CPU.
-
-    Attributes:
-        needs_values: True if an operation failed, or if code draws random numbers on the CPU. They differ from those of
-            a build with values, because draws on `meta` do not advance the generator.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.needs_values = False
-        self._made: list[weakref.ref[Tensor]] = []
-
-    def holds_others(self, registered: Iterable[Tensor]) -> bool:
-        """Return True if a tensor on `meta` is alive that is not one of the `registered` ones."""
-        known = {id(each) for each in registered}
-        return any((tensor := each()) is not None and id(tensor) not in known for each in self._made)
-
-    def __enter__(self) -> Self:
-        self._seeded = torch.get_rng_state()
-        return super().__enter__()
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
-        self.needs_values |= not torch.equal(self._seeded, torch.get_rng_state())
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        devices = {str(each) for each in (*args, *kwargs.values()) if isinstance(each, str | torch.device)}
-        if func in _FILLED and devices <= {"cpu"}:
-            kwargs = {**kwargs, "device": "meta"}
-        try:
-            if "meta" in devices and func in {*_FILLED, Tensor.to}:
-                raise RuntimeError("the build itself creates a tensor on meta")  # ends it before it reads weights
-            result = func(*args, **kwargs)
-        except Exception:  # the code may catch it
-            self.needs_values = True
+        if not draws.failed:
             raise
-        self._made += [weakref.ref(each) for each in pytree.tree_leaves(result) if _is_on_meta(each)]
-        return result
-
-
-def _is_on_meta(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+    del draws
+    module, values = build_with_values(provider, stage, seed=seed)
+    return module, digest_values(values)
 
 
 def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:

@@ -7,7 +7,6 @@ only if the next forward reads it before setting it. `list.append` also reads th
 dicts a message is printed instead.
 """
 
-import ctypes
 import zlib
 from collections.abc import Iterator
 from typing import Any, final
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
 from d9d_dist.errors import shorten
+from d9d_dist.values.model_values import digest_values
 from d9d_dist.values.parameter_writes import refuse_sparse_gradient
 from d9d_loop.model.model_check import check_same_parameters
 from d9d_loop.resilience.replica_check import check_buffers
@@ -158,12 +158,8 @@ def _digest(value: Any) -> int | None:
     if not leaves:
         return None
     states = [leaf.get_state() if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]
-    return zlib.crc32(repr([_crc(state) if isinstance(state, Tensor) else state for state in states]).encode())
-
-
-def _crc(tensor: Tensor) -> int:
-    whole = tensor.detach().cpu().contiguous()  # the variable keeps the memory alive during the read
-    return zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())) if whole.nbytes else 0
+    kept = [digest_values({"": each.detach()}) if isinstance(each, Tensor) else each for each in states]
+    return zlib.crc32(repr(kept).encode())
 
 
 def _is_plain(leaf: Any) -> bool:
