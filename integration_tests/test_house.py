@@ -442,7 +442,7 @@ LINES = {
     "d9d-metrics": 3970,
     "d9d-modules": 9445,
     "d9d-moe": 3196,
-    "d9d-peft": 2850,
+    "d9d-peft": 2857,
     "d9d-pipeline": 2850,
     "d9d-state": 8550,
 }

@@ -143,6 +143,30 @@ def test_the_reference_has_the_original_running_statistics_of_tuned_modules() ->
     assert torch.equal(model.eval()(X), trained)
 
 
+class _Grows(nn.Linear):
+    """Layer with a cache that grows with the batch, and with another one that the first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("rows", torch.ones(1, 1), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.rows = torch.ones(len(input), 1, dtype=input.dtype)
+        self.register_buffer("columns", torch.ones(input.shape[1], dtype=input.dtype), persistent=False)
+        return super().forward(input) * self.rows
+
+
+def test_caches_are_not_part_of_the_originals() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Grows(), nn.Linear(8, 4)).double()
+    inject(Stack(LoRA("1"), FullTune("0")), model)
+    originals, expected = original_weights(model), model(X).detach()
+    with torch.no_grad():
+        model.get_parameter("0.weight").add_(1.0)
+    with adapters_off(model, originals):
+        assert torch.equal(model(X), expected)
+
+
 def test_recomputed_layers_compute_with_the_adapters_of_their_forward() -> None:
     gradients: list[list[Tensor]] = []
     for recomputes in (True, False):

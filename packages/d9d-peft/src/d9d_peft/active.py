@@ -76,7 +76,7 @@ def original_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tuned(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters that no adapter owns, and the buffers of their modules."""
+    """Return the trained parameters that no adapter owns, and the buffers of their modules that checkpoints contain."""
     owned = adapter_parameters(model)
     tuned = {
         canonical_name(name): parameter
@@ -84,9 +84,11 @@ def _tuned(model: nn.Module) -> dict[str, Tensor]:
         if parameter.requires_grad and id(parameter) not in owned
     }
     ids = set(map(id, tuned.values()))
-    holders = [(name, each) for name, each in model.named_modules() if ids & set(map(id, each._parameters.values()))]
-    buffers = {f"{name}.{key}".lstrip("."): value for name, each in holders for key, value in each._buffers.items()}
-    return {**tuned, **{canonical_name(name): each for name, each in buffers.items() if each is not None}}
+    holders = [each for each in model.modules() if ids & set(map(id, each._parameters.values()))]
+    saved = {
+        id(each._buffers[key]) for each in holders for key in each._buffers.keys() - each._non_persistent_buffers_set
+    }
+    return {**tuned, **{canonical_name(name): each for name, each in model.named_buffers() if id(each) in saved}}
 
 
 @contextmanager
@@ -108,8 +110,8 @@ def _values(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None]:
     free_all_gathered(model)
     parameters = _tuned(model)  # the sharded parameters, which FSDP replaces by gathered ones during forward
     own = {name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()}
-    _copy(parameters, values)
     try:
+        _copy(parameters, values)
         yield
     finally:
         free_all_gathered(model)
