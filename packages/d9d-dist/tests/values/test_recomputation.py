@@ -5,6 +5,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -39,9 +40,19 @@ class _Block(nn.Module):
         return x + torch.tanh(y / self.mean.clone()) * self.calls + self.table[0].clone() * y
 
 
-def _run(*, recomputes: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+class _Breaks(_Block):
+    """Block that cannot be compiled as one graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def _run(*, recomputes: bool, compiles: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return gradients and buffers after the forwards of two microbatches, as in a pipeline, and their backwards."""
-    block = _Block(recomputes=recomputes)
+    block = (_Breaks if compiles else _Block)(recomputes=recomputes)
+    if compiles:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
     inputs = [torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).double() for seed in range(2)]
     outputs = [block(x.requires_grad_()) for x in inputs]
     for output in outputs:
@@ -50,8 +61,11 @@ def _run(*, recomputes: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     return gradients, dict(block.named_buffers())
 
 
-def test_buffers_and_gradients_are_those_without_recomputation() -> None:
-    (gradients, buffers), (expected, expected_buffers) = _run(recomputes=True), _run(recomputes=False)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_buffers_and_gradients_are_those_without_recomputation(compiles: bool) -> None:
+    """Also if the compiler runs the block eagerly, because its forward breaks the graph."""
+    gradients, buffers = _run(recomputes=True, compiles=compiles)
+    expected, expected_buffers = _run(recomputes=False)
     assert len(gradients) == 2 + 4
     assert expected_buffers["calls"] == 2
     assert expected_buffers["norm.num_batches_tracked"] == 2

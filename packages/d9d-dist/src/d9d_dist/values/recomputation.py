@@ -1,7 +1,4 @@
-"""Activation checkpointing that repeats a forward exactly: with its buffers, attributes and random numbers.
-
-torch's `checkpoint` restores torch's default generators alone. Buffers and attributes change once.
-"""
+"""Activation checkpointing that repeats a forward exactly, while torch's repeats its default random numbers only."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -36,9 +33,17 @@ def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) 
 def _checkpointed(module: nn.Module, forward: Any, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():  # compiled code writes buffers once
+    if torch.compiler.is_compiling():
         options: Any = {} if contexts is noop_context_fn else {"context_fn": contexts}
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        eager: list[Callable[..., Any]] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # compiled code writes buffers once
+                return forward(*args, **kwargs)
+            eager[:] = eager or [_repeatable(module, forward, *noop_context_fn())]  # forward breaks the graph
+            return eager[0](*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
     return checkpoint(_repeatable(module, forward, *contexts()), *args, use_reentrant=False, **kwargs)
 
 
