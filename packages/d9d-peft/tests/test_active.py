@@ -150,7 +150,7 @@ class _Grows(nn.Linear):
         super().__init__(8, 8)
         self.register_buffer("rows", torch.ones(1, 1), persistent=False)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as that of nn.Linear
         self.rows = torch.ones(len(input), 1, dtype=input.dtype)
         self.register_buffer("columns", torch.ones(input.shape[1], dtype=input.dtype), persistent=False)
         return super().forward(input) * self.rows
