@@ -66,7 +66,7 @@ def _repeatable(
                 outputs = forward(*args, **kwargs)
             written = start.end_forward()
             return outputs
-        now, buffers, other = BufferValues(module), [slot.get() for slot in written], _State(module)
+        now, buffers, other = BufferValues(module), [slot.get() for slot in written], _State(module, is_whole=True)
         start.restore()
         begin.restore()
         for slot in written:  # the graph keeps the values of this forward
@@ -85,27 +85,28 @@ def _repeatable(
 
 @final
 class _State:
-    """Copy of the random states and the plain attributes of a module and its parts; it holds no other attributes."""
+    """Copy of the random states and the plain attributes of a module and its parts; of all attributes, if `is_whole`."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._host, self._generators = HostRandom.now(), list[tuple[torch.Generator, Tensor]]()
+    def __init__(self, module: nn.Module, *, is_whole: bool = False) -> None:
+        self._kept, self._host = object if is_whole else _PLAIN, HostRandom.now()
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for attributes in map(vars, module.modules()):
             held = {key: attributes[key] for key in attributes.keys() - _OF_MODULES}
             self._generators += [
                 (each, each.get_state()) for each in held.values() if isinstance(each, torch.Generator)
             ]
-            plain = {key: each if isinstance(each, _PLAIN) else _OTHER for key, each in held.items()}
+            plain = {key: each if isinstance(each, self._kept) else _OTHER for key, each in held.items()}
             self._attributes.append((attributes, plain))
 
     def restore(self) -> None:
-        """Set generators and plain attributes to the values of the copy, and delete plain attributes that are new."""
+        """Set generators and attributes to the values of the copy, and delete such attributes that are new."""
         self._host.restore()
         for generator, state in self._generators:
             generator.set_state(state)
         for attributes, plain in self._attributes:
             for key in attributes.keys() - _OF_MODULES - plain.keys():
-                if isinstance(attributes[key], _PLAIN):
+                if isinstance(attributes[key], self._kept):
                     del attributes[key]
             for key, value in plain.items():
                 if value is not _OTHER and attributes.get(key, _OTHER) is not value:
