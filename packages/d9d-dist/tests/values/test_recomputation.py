@@ -245,3 +245,27 @@ def test_an_activation_in_an_attribute_is_freed_with_the_next_forward() -> None:
     gc.collect()
     assert [each() is None for each in held] == [True, True, True, False]
     assert output.requires_grad
+
+
+class _Keeps(nn.Module):
+    """Block that keeps a tensor for inspection, set at the end of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.last = y.detach()
+        return y
+
+
+def test_an_attribute_that_forward_sets_is_the_same_after_backward() -> None:
+    block = _Keeps()
+    recompute(block)
+    for _ in range(3):
+        output = block(torch.randn(2, 3))
+        last = block.last
+        output.sum().backward()
+        assert block.last is last
+        assert last is not None

@@ -14,7 +14,7 @@ from d9d_dist.values.buffer_values import BufferValues
 from d9d_dist.values.seeds import HostRandom
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_MODULES = frozenset(vars(nn.Module()))
 _OTHER = object()  # the value of an attribute that is not plain, which is left alone
 
 
@@ -56,7 +56,7 @@ def _repeatable(
     """
     start: BufferValues | None = None
     written: list[Slot] = []
-    begin = _State(module)
+    begin = _State(module, plain=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal start, written
@@ -66,7 +66,7 @@ def _repeatable(
                 outputs = forward(*args, **kwargs)
             written = start.end_forward()
             return outputs
-        now, buffers, other = BufferValues(module), [slot.get() for slot in written], _State(module, is_whole=True)
+        now, buffers, other = BufferValues(module), [slot.get() for slot in written], _State(module, plain=False)
         start.restore()
         begin.restore()
         for slot in written:  # the graph keeps the values of this forward
@@ -85,29 +85,38 @@ def _repeatable(
 
 @final
 class _State:
-    """Copy of the random states and the plain attributes of a module and its parts; of all attributes, if `is_whole`."""
+    """Copy of the random states, modes and attributes of a module and its parts, except attributes of torch's layers.
 
-    def __init__(self, module: nn.Module, *, is_whole: bool = False) -> None:
-        self._kept, self._host = object if is_whole else _PLAIN, HostRandom.now()
+    Args:
+        plain: True to hold only numbers, flags and texts. A graph that holds the copy must not keep other attributes.
+    """
+
+    def __init__(self, module: nn.Module, *, plain: bool) -> None:
+        modules = list(module.modules())
+        self._host, self._modes = HostRandom.now(), [(each, each.training) for each in modules]
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for attributes in map(vars, module.modules()):
-            held = {key: attributes[key] for key in attributes.keys() - _OF_MODULES}
-            self._generators += [
-                (each, each.get_state()) for each in held.values() if isinstance(each, torch.Generator)
-            ]
-            plain = {key: each if isinstance(each, self._kept) else _OTHER for key, each in held.items()}
-            self._attributes.append((attributes, plain))
+        self._plain = plain
+        for attributes in [vars(each) for each in modules if not type(each).__module__.startswith("torch.nn.modules.")]:
+            held = {key: value for key, value in attributes.items() if key not in _OF_MODULES}
+            own = [each for each in held.values() if isinstance(each, torch.Generator)]
+            self._generators += [(each, each.get_state()) for each in own]
+            if plain:
+                held = {key: value if isinstance(value, _PLAIN) else _OTHER for key, value in held.items()}
+            self._attributes.append((attributes, held))
 
     def restore(self) -> None:
-        """Set generators and attributes to the values of the copy, and delete such attributes that are new."""
+        """Set generators, modes and attributes to the values of the copy, and delete new attributes."""
         self._host.restore()
         for generator, state in self._generators:
             generator.set_state(state)
-        for attributes, plain in self._attributes:
-            for key in attributes.keys() - _OF_MODULES - plain.keys():
-                if isinstance(attributes[key], self._kept):
+        for module, mode in self._modes:
+            if module.training is not mode:
+                module.training = mode
+        for attributes, held in self._attributes:
+            for key in attributes.keys() - _OF_MODULES - held.keys():
+                if not self._plain or isinstance(attributes[key], _PLAIN):
                     del attributes[key]
-            for key, value in plain.items():
+            for key, value in held.items():
                 if value is not _OTHER and attributes.get(key, _OTHER) is not value:
                     attributes[key] = value
