@@ -102,5 +102,28 @@ class _CountsInNumbers(Metric):
 
 @pytest.mark.parametrize(("as_list", "name"), [(False, "count"), (True, "seen")])
 def test_state_outside_of_accumulators_is_an_error(as_list: bool, name: str) -> None:
+    metric = _CountsInNumbers()
+    metric.update(1.0, as_list=as_list)
     with pytest.raises(UserError, match=f"update of _CountsInNumbers changed {name}; expected changes of accumulators"):
-        _CountsInNumbers().update(1.0, as_list=as_list)
+        metric.update(1.0, as_list=as_list)
+
+
+class _HasSettings(Metric):
+    """A metric with a NaN, a flag and a size that the first update sets."""
+
+    def __init__(self) -> None:
+        self.total, self.fill, self.has_warned, self.size = Accumulator("sum"), float("nan"), False, 0
+
+    def update(self, value: float) -> None:
+        self.total.update(value)
+        self.has_warned, self.size = not self.has_warned, 3
+
+    def compute(self) -> Tensor:
+        return self.total.value
+
+
+def test_settings_may_be_attributes() -> None:
+    metric = _HasSettings()
+    for _ in range(3):
+        metric.update(1.0)
+    assert metric.compute() == 3

@@ -36,7 +36,7 @@ class Metric(ABC):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make `update` raise `UserError` if it changes an attribute that is a number or a list."""
+        """Make `update` raise `UserError` if it twice changes an attribute that is a number or a list."""
         super().__init_subclass__(**kwargs)
         if callable(update := vars(cls).get("update")):
             setattr(cls, "update", _checked(update))  # noqa: B010 - metrics have no `update` of one signature
@@ -101,22 +101,28 @@ class Metric(ABC):
 
 
 def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `update`: numbers that both of the first two updates change are state; a flag or a setting changes once."""
+
     @wraps(update)
     def checked(self: Metric, *args: Any, **kwargs: Any) -> Any:
+        if (first := vars(self).get("_changed_first")) == set():
+            return update(self, *args, **kwargs)
         before = _plain_state(self)
         result = update(self, *args, **kwargs)
         now = _plain_state(self)
-        if changed := [name for name in before if name in now and before[name] != now[name]]:
+        changed = {name for name, each in before.items() if now.get(name) is not each and now.get(name) != each}
+        if both := sorted(changed & (first or set())):
             raise UserError(
-                f"update of {type(self).__name__} changed {', '.join(changed)}; expected changes of accumulators only, "
+                f"update of {type(self).__name__} changed {', '.join(both)}; expected changes of accumulators only, "
                 'because other state is not reduced, reset or saved. Use an Accumulator("sum").'
             )
+        vars(self)["_changed_first"] = changed if first is None else set()
         return result
 
     return checked
 
 
 def _plain_state(metric: Metric) -> dict[str, object]:
-    """Return the numbers and the lengths of lists among the attributes."""
+    """Return the numbers, without flags, and the lengths of lists among the attributes."""
     values = {name: len(value) if isinstance(value, list) else value for name, value in vars(metric).items()}
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return {name: each for name, each in values.items() if isinstance(each, int | float) and not isinstance(each, bool)}
