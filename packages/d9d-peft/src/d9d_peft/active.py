@@ -20,6 +20,9 @@ def adapters_off(model: nn.Module, originals: Mapping[str, Tensor] | None = None
     Each compiled layer is compiled once more. Run the backward pass of a forward pass in the same context as the
     forward pass.
 
+    Buffers of frozen modules have their current values, as in peft. Running statistics of frozen batch norms change in
+    training mode: call their `eval()` before training to keep the base model.
+
     Args:
         model: The model, or this rank's pipeline stages of it, in any layout.
         originals: Original values of the trained parameters that no adapter owns (`FullTune`) and of the buffers of
