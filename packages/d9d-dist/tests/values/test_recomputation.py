@@ -142,11 +142,14 @@ class _Draws(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear, self.generator = nn.Linear(3, 3).double(), torch.Generator().manual_seed(5)
+        self.python = random.Random(6)  # noqa: S311
+        self.numpy, self.older = np.random.default_rng(7), np.random.RandomState(8)
         if recomputes:
             recompute(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = random.gauss() * float(np.random.rand()) * torch.rand((), generator=self.generator).double()
+        own = self.python.gauss() * float(self.numpy.random()) * float(self.older.rand())
+        scale = own * random.gauss() * float(np.random.rand()) * torch.rand((), generator=self.generator).double()
         y = torch.tanh(self.linear(x) * scale * torch.rand(()))
         return x + (y.sin() if random.gauss() < 0 else y)
 
@@ -161,9 +164,10 @@ def test_random_numbers_and_gradients_are_those_without_recomputation() -> None:
         np.random.seed(4)
         blocks(torch.arange(6.0).double().view(2, 3)).square().sum().backward()
         after = [random.gauss(), np.random.rand(), torch.rand(()), torch.rand((), generator=last.generator)]
+        after += [last.python.gauss(), last.numpy.random(), last.older.rand()]
         gradients = [each.grad for each in blocks.parameters() if each.grad is not None]
         results.append([*gradients, *map(torch.as_tensor, after)])
-    assert len(results[0]) == 6 * 2 + 4
+    assert len(results[0]) == 6 * 2 + 7
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 

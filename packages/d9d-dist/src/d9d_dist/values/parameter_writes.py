@@ -124,10 +124,7 @@ def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
                 _Gathered(name, each, each.untyped_storage()._cdata, each._version) for name, each in now.items()
             ]
 
-    handles = [
-        module.register_forward_pre_hook(note),
-        module.register_forward_hook(compare, prepend=prepend),
-    ]
+    handles = [module.register_forward_pre_hook(note), module.register_forward_hook(compare, prepend=prepend)]
 
 
 def _refuse_state_dict(module: nn.Module) -> list[RemovableHandle]:

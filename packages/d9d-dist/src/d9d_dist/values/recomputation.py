@@ -1,12 +1,14 @@
 """Activation checkpointing that repeats a forward exactly, while torch's repeats its default random numbers only."""
 
+import random
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from d9d_dist.values._model_tensors import Slot
@@ -21,7 +23,7 @@ _OTHER = object()  # the value of an attribute that is not plain, which is left 
 def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) -> None:
     """Make a module recompute its activations in backward, in place, with the buffers that its forward had.
 
-    It draws the same numbers of Python, NumPy, torch and of each `torch.Generator` in an attribute. Attributes that are
+    It draws the same numbers of Python, NumPy, torch and of generators of these in an attribute. Attributes that are
     numbers, flags or texts, such as the mode or the active adapter, have the values of forward. Buffers are copied
     before each forward; copies of large ones that it does not write are dropped after it. Module hooks, including
     FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of torch's `checkpoint`.
@@ -94,13 +96,12 @@ class _State:
     def __init__(self, module: nn.Module, *, plain: bool) -> None:
         modules = list(module.modules())
         self._host, self._modes = HostRandom.now(), [(each, each.training) for each in modules]
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._generators: list[Callable[[], object]] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._plain = plain
         for attributes in [vars(each) for each in modules if not type(each).__module__.startswith("torch.nn.modules.")]:
             held = {key: value for key, value in attributes.items() if key not in _OF_MODULES}
-            own = [each for each in held.values() if isinstance(each, torch.Generator)]
-            self._generators += [(each, each.get_state()) for each in own]
+            self._generators += filter(None, map(_reset_of, held.values()))
             if plain:
                 held = {key: value if isinstance(value, _PLAIN) else _OTHER for key, value in held.items()}
             self._attributes.append((attributes, held))
@@ -108,8 +109,8 @@ class _State:
     def restore(self) -> None:
         """Set generators, modes and attributes to the values of the copy, and delete new attributes."""
         self._host.restore()
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for reset in self._generators:
+            reset()
         for module, mode in self._modes:
             if module.training is not mode:
                 module.training = mode
@@ -120,3 +121,15 @@ class _State:
             for key, value in held.items():
                 if value is not _OTHER and attributes.get(key, _OTHER) is not value:
                     attributes[key] = value
+
+
+def _reset_of(value: Any) -> Callable[[], object] | None:
+    """Return a function that sets a random generator to its current state; None for another value."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, torch.Generator) or (numpy and isinstance(value, numpy.random.RandomState)):
+        return partial(value.set_state, value.get_state())
+    if numpy and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
