@@ -273,3 +273,30 @@ def test_an_attribute_that_forward_sets_is_the_same_after_backward() -> None:
         output.sum().backward()
         assert block.last is last
         assert last is not None
+
+
+class _ChangesRates(nn.Module):
+    """Block that changes rates of torch's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.dropout, self.norm = nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dropout.p *= 0.9
+        self.norm.eps *= 1.5
+        return torch.tanh(self.dropout(self.norm(self.linear(x))))
+
+
+def test_rates_of_layers_of_torch_change_once() -> None:
+    found = []
+    for recomputes in (False, True):
+        block = _ChangesRates()
+        if recomputes:
+            recompute(block)
+        torch.manual_seed(1)
+        block(torch.full((2, 8), 0.7)).square().sum().backward()
+        found.append((block.linear.weight.grad, block.dropout.p, block.norm.eps))
+    assert found[0][1:] == found[1][1:] == (0.5 * 0.9, 1e-5 * 1.5)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)

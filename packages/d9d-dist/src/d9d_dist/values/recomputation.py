@@ -87,7 +87,7 @@ def _repeatable(
 
 @final
 class _State:
-    """Copy of the random states, modes and attributes of a module and its parts, except attributes of torch's layers.
+    """Copy of the random states, modes and attributes of a module and its parts; of torch's layers, only of floats.
 
     Args:
         plain: True to hold only numbers, flags and texts. A graph that holds the copy must not keep other attributes.
@@ -95,16 +95,16 @@ class _State:
 
     def __init__(self, module: nn.Module, *, plain: bool) -> None:
         modules = list(module.modules())
-        self._host, self._modes = HostRandom.now(), [(each, each.training) for each in modules]
+        self._plain, self._host, self._modes = plain, HostRandom.now(), [(each, each.training) for each in modules]
         self._generators: list[Callable[[], object]] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._plain = plain
-        for attributes in [vars(each) for each in modules if not type(each).__module__.startswith("torch.nn.modules.")]:
-            held = {key: value for key, value in attributes.items() if key not in _OF_MODULES}
+        for each in modules:
+            held = {key: value for key, value in vars(each).items() if key not in _OF_MODULES}
+            kinds = float if type(each).__module__.startswith("torch.nn.modules.") else _PLAIN
             self._generators += filter(None, map(_reset_of, held.values()))
-            if plain:
-                held = {key: value if isinstance(value, _PLAIN) else _OTHER for key, value in held.items()}
-            self._attributes.append((attributes, held))
+            if plain or kinds is float:
+                held = {key: value if isinstance(value, kinds) else _OTHER for key, value in held.items()}
+            self._attributes.append((vars(each), held))
 
     def restore(self) -> None:
         """Set generators, modes and attributes to the values of the copy, and delete new attributes."""
