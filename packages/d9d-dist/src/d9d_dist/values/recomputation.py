@@ -126,7 +126,7 @@ class _State:
 def _reset_of(value: Any) -> Callable[[], object] | None:
     """Return a function that sets a random generator to its current state; None for another value."""
     numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
     if isinstance(value, torch.Generator) or (numpy and isinstance(value, numpy.random.RandomState)):
         return partial(value.set_state, value.get_state())
