@@ -161,5 +161,5 @@ def test_a_plateau_resumes_with_its_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["early_stopping", "plateau"])
 def test_an_unknown_value_is_an_error(key: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{key}.by = 'accuracy', but evaluations measure loss; expected a value of"):
+    with pytest.raises(UserError, match=rf"{key}.by = 'accuracy', but evaluations measure loss; expected the name of"):
         _trainer(tmp_path, **{key: {"by": "accuracy"}}).train()

@@ -613,7 +613,7 @@ def test_a_folder_without_images_is_an_error(model: Path, file: Path, tmp_path: 
     language.save_pretrained(tmp_path / "llama")
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "llama")
     with pytest.raises(
-        UserError, match=r"llama: transformers cannot read its processor: .*Expected the files of a processor"
+        UserError, match=r"llama: transformers cannot read its processor: .*Expected the files of an image processor"
     ):
         text_trainer(vision_config(tmp_path / "llama", file, tmp_path))
     transformers.AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "llama")
