@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from d9d_dist import UserError
 from d9d_dist.testing import assert_trees_close, full_parameters, run_ranks
 from d9d_loop import Finished, Loss, Task, Trainer, TrainerConfig
+from d9d_loop.model.compiled_model import compile_stages
 
 
 class _Sum(Task):
@@ -142,3 +143,34 @@ def test_unknown_backends_are_refused(tmp_path: Path) -> None:
         UserError, match=r"compile = 'induktor' is not a backend of torch\.compile; expected one of .*inductor"
     ):
         _train(tmp_path, "induktor", 1)
+
+
+class _Writing(nn.Module):
+    """Writes to one buffer in place, and assigns a new tensor to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scale: Tensor
+        self.mean: Tensor
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x)) * self.scale.clone()
+        with torch.no_grad():
+            if self.training:
+                self.scale.mul_(0.5)
+                self.mean = self.mean * 0.9 + 0.1 * y.mean(0)
+        return y
+
+
+def test_a_line_names_the_buffers_that_compiled_code_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = _Writing()
+    compile_stages([stage], "aot_eager")
+    with torch.no_grad():
+        stage.eval()(torch.randn(3, 4))
+    assert "compiled code writes" not in capsys.readouterr().out
+    for _ in range(2):
+        stage.train()(torch.randn(3, 4)).sum().backward()
+    assert capsys.readouterr().out.count("d9d: compiled code writes to scale in place. If forward also reads it") == 1
