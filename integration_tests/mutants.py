@@ -185,9 +185,9 @@ def replicas_that_split_a_sequence_are_not_reduced() -> AbstractContextManager[o
 def only_the_last_microbatch_counts() -> Generator[None]:
     real = d9d_pipeline._stage.Stage.forward
 
-    def forget(self: Any, *args: Any) -> Any:
+    def forget(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._module.zero_grad()
-        return real(self, *args)
+        return real(self, *args, **kwargs)
 
     def always(module: nn.Module, enabled: bool) -> None:
         set_gradient_sync(module, True)
