@@ -103,7 +103,17 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "curve",
-    [[(1, 2.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (9, 1e9)], [(step, 1 / step) for step in range(1, 20_000)]],
+    [
+        [(1, 2.0)],
+        [(1, 0.0), (2, 0.0)],
+        [(1, -1.0), (9, 1e9)],
+        [(step, 1 / step) for step in range(1, 20_000)],
+        [(1, 3e38), (2, 3e38)],  # one half more is the same number
+        [(1, -3e38)],
+        [(1, 0.1234567890123456), (2, 0.1234567890123457)],
+        [(1, -1.7e308), (2, 1.7e308)],  # their difference is infinite
+        [(1, 0.0), (2, 1e-320)],
+    ],
 )
 def test_charts_stay_inside_their_frame(curve: list[tuple[int, float]]) -> None:
     chart = ElementTree.fromstring(line_chart({"a < b": curve}, title="x & y"))  # noqa: S314 - our own text
@@ -112,6 +122,18 @@ def test_charts_stay_inside_their_frame(curve: list[tuple[int, float]]) -> None:
     assert all(64 <= x <= 628 and 11.9 <= y <= 228.1 for x, y in points)
     assert len(points) <= 700
     assert points == sorted(points)
+    assert all(11.9 <= float(each.attrib["y1"]) <= 228.1 for each in chart.iter() if each.tag == "line")
+
+
+def test_labels_of_small_values_are_these_values() -> None:
+    chart = ElementTree.fromstring(line_chart({"lr": [(1, 1e-13), (2, 5e-13)]}, title="lr"))  # noqa: S314 - our own text
+    labels = [each.text for each in chart.iter("text") if each.attrib["text-anchor"] == "end"]
+    assert labels == ["1e-13", "2e-13", "3e-13", "4e-13", "5e-13"]
+
+
+def test_a_huge_learning_rate_has_a_report(tmp_path: Path) -> None:
+    page = write_report(_run(tmp_path / "run", rate=3e38)).read_text()
+    assert re.search(r"learning_<wbr>rate</td><td[^>]*>3e\+38<", page)
 
 
 def test_an_empty_chart_is_omitted() -> None:

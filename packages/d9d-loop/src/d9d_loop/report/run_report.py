@@ -60,7 +60,7 @@ def _summary(runs: Sequence[RunFolder]) -> str:
     rows = [["step", *(str(max((curve[-1][0] for curve in run.curves.values()), default=0)) for run in runs)]]
     for name in _names(runs):
         last = (run.curves[name][-1][1] if name in run.curves else None for run in runs)
-        texts = ("" if each is None else f"{each:.5g}" if abs(each) < 1e5 else f"{each:,.0f}" for each in last)
+        texts = ("" if each is None else f"{each:,.0f}" if 1e5 <= abs(each) < 1e15 else f"{each:.5g}" for each in last)
         rows.append([_key(name), *texts])
     return "<h2>Last values</h2>" + _table(rows, ["", *(escape(run.name) for run in runs)], kind=' class="number"')
 

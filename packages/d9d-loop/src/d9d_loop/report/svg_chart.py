@@ -26,8 +26,10 @@ def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
     low, high = min(values), max(values)
     is_log = low > 0 and high / low > 100
     low, high = (math.log10(low), math.log10(high)) if is_log else (low, high)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
+    if high - low <= 1e-9 * max(-low, high):  # one value, and maybe rounding errors
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low < 1e-300:
+        high = low + 1
     first = min(steps)
     last = max(*steps, first + 1)
 
@@ -36,7 +38,7 @@ def line_chart(curves: Mapping[str, Curve], *, title: str) -> str:
 
     def y(value: float) -> float:
         at = math.log10(value) if is_log else value
-        return TOP + (high - at) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        return TOP + (high / 2 - at / 2) / (high / 2 - low / 2) * (HEIGHT - TOP - BOTTOM)  # no overflow
 
     shown = [10**tick if is_log else tick for tick in ticks(low, high)]
     columns = [(x(int(tick)), f"{int(tick)}") for tick in ticks(first, last) if tick == int(tick)]
@@ -61,11 +63,11 @@ def _axes(title: str, rows: Iterable[tuple[float, str]], columns: Iterable[tuple
 
 def ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers between two limits."""
-    rough = (high - low) / 5
+    rough = high / 5 - low / 5
     size = 10 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     first = math.ceil(low / step)
-    return [round((first + number) * step, 12) for number in range(int((high - first * step) / step + 1e-9) + 1)]
+    return [float(f"{(first + number) * step:.12g}") for number in range(int(high / step - first + 1e-9) + 1)]
 
 
 def _thinned(curve: Curve) -> list[tuple[int, float]]:
