@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.sample_stream import SampleStream as SampleStream
     from d9d_loop.data.samples import Collate as Collate
     from d9d_loop.data.samples import Samples as Samples
-    from d9d_loop.data.sharded_samples import ShardedSamples as ShardedSamples
     from d9d_loop.data.shuffled_stream import BucketedStream as BucketedStream
     from d9d_loop.data.shuffled_stream import ShuffledStream as ShuffledStream
     from d9d_loop.data.stream_loader import Share as Share
