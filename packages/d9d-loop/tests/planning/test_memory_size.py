@@ -7,7 +7,7 @@ import pytest
 
 from d9d_loop.planning import DecoderShape, PlanLayout, memory_of
 from d9d_loop.planning.memory_size import activation_bytes_per_token
-from d9d_pipeline import ZeroBubbleV, build, simulate
+from d9d_pipeline import ZeroBubbleV, build, verify
 
 SPARSE = DecoderShape(
     vocab_size=1000,
@@ -142,7 +142,7 @@ def test_v_shaped_placement_has_the_loss_on_the_first_rank_and_equal_activations
     assert first.loss > 0
     assert all(each.loss == 0 for each in others)
     kept = layout.tokens_per_microbatch * activation_bytes_per_token(shape, layout, sparse=False)  # one layer a stage
-    peaks = simulate(build(ZeroBubbleV(), num_ranks=4, num_microbatches=12)).peak_activations
+    peaks = verify(build(ZeroBubbleV(), num_ranks=4, num_microbatches=12)).peak_activations
     assert [each.activations for each in (first, *others)] == [peak * kept for peak in peaks]
 
 

@@ -1,10 +1,10 @@
-"""Start and end time of each action of a step, simulated or measured, and the resulting bubble and memory."""
+"""Start and end time of each action of a step, simulated or measured, and the resulting bubble."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from d9d_pipeline.actions import Action, Backward, BackwardWeight, Forward, Part, parts
+from d9d_pipeline.actions import Action, parts
 
 
 @final
@@ -59,11 +59,6 @@ class Timeline:
         makespan = self.makespan
         return sum(self.waiting) / (len(self.ranks) * makespan) if makespan > 0 else 0.0
 
-    @property
-    def peak_activations(self) -> tuple[int, ...]:
-        """Largest number of (stage, microbatch) pairs that each rank holds at a time, as in `verify`."""
-        return tuple(_peak(self.computed(rank)) for rank in range(len(self.ranks)))
-
     def computed(self, rank: int) -> tuple[TimedAction, ...]:
         """Return a rank's computations in order, without the loss and transfers."""
         return tuple(timed for timed in self.ranks[rank] if parts(timed.action))
@@ -96,7 +91,7 @@ def format_simulation(timeline: Timeline, *, width: int = 100) -> str:
 
 def stages_in_order(timed: Sequence[TimedAction]) -> list[int]:
     """Return the global indices of a rank's stages, in increasing order."""
-    return sorted({part.stage for part in _parts(timed)})
+    return sorted({part.stage for each in timed for part in parts(each.action)})
 
 
 def _fitted(action: Action, room: int) -> str:
@@ -109,20 +104,3 @@ def _fitted(action: Action, room: int) -> str:
 
 def _busy(timed: Sequence[TimedAction]) -> float:
     return sum(each.end - each.start for each in timed)
-
-
-def _peak(timed: Sequence[TimedAction]) -> int:
-    held = peak = 0
-    trains = False
-    for part in _parts(timed):
-        if isinstance(part, Forward):
-            held += 1
-            peak = max(peak, held)
-        elif isinstance(part, Backward | BackwardWeight):
-            held -= 1
-            trains = True
-    return peak if trains else 0
-
-
-def _parts(timed: Sequence[TimedAction]) -> Iterator[Part]:
-    return (part for each in timed for part in parts(each.action))

@@ -10,20 +10,22 @@ costs = st.builds(Costs, *[st.integers(1, 9)] * 3)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), costs=costs)
 def test_gpipe_idle_time_is_p_minus_1_microbatches(p: int, m: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
-    timeline = simulate(build(GPipe(), num_ranks=p, num_microbatches=m), costs)
+    program = build(GPipe(), num_ranks=p, num_microbatches=m)
+    timeline = simulate(program, costs)
     assert timeline.makespan == (m + p - 1) * each
     assert timeline.waiting == ((p - 1) * each,) * p
-    assert timeline.peak_activations == (m,) * p
+    assert verify(program).peak_activations == (m,) * p
 
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 4), costs=costs)
 def test_breadth_first_bubble_is_p_minus_1_stage_times(p: int, m: int, v: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
-    timeline = simulate(build(LoopedBreadthFirst(v), num_ranks=p, num_microbatches=m), costs)
+    program = build(LoopedBreadthFirst(v), num_ranks=p, num_microbatches=m)
+    timeline = simulate(program, costs)
     # With fewer microbatches than ranks, each stage of the loop takes as long as with p microbatches.
     assert timeline.makespan == (max(m, p) * (v - 1) + m + p - 1) * each
-    assert timeline.peak_activations == (m * v,) * p
+    assert verify(program).peak_activations == (m * v,) * p
 
 
 @settings(max_examples=25)

@@ -31,7 +31,7 @@ from d9d_loop.planning.plan_layout import PlanLayout
 from d9d_loop.planning.schedule_time import scheduled_step_time
 from d9d_loop.planning.short_run import short_runs
 from d9d_loop.planning.step_model import StepTime
-from d9d_pipeline import Program, build, simulate
+from d9d_pipeline import Program, build, verify
 
 
 @final
@@ -324,7 +324,7 @@ def shown_microbatches(plan: JobPlan) -> tuple[int, int]:
     Without two such numbers, both are the number of microbatches of the whole step.
     """
     num_ranks, schedule = len(plan.model.program.ranks), plan.model.schedule
-    most, found = simulate(plan.model.program).peak_activations, 0
+    most, found = verify(plan.model.program).peak_activations, 0
     for count in range(1, plan.num_microbatches):
         try:
             program = build(schedule, num_ranks=num_ranks, num_microbatches=count)
@@ -334,7 +334,7 @@ def shown_microbatches(plan: JobPlan) -> tuple[int, int]:
             continue
         if found:
             return found, count
-        found = count if simulate(program).peak_activations == most else 0
+        found = count if verify(program).peak_activations == most else 0
     return plan.num_microbatches, plan.num_microbatches
 
 
