@@ -29,7 +29,8 @@ def _jobs() -> Iterator[ReadJob]:
 
 def _reader(num_workers: int) -> BatchReader:
     return BatchReader(
-        SampleReader(SubsetStream(_Squares()), default_collate),
+        SubsetStream(_Squares()),
+        default_collate,
         _jobs(),
         seed=0,
         place=lambda batch: {**batch, "is_placed": True},
@@ -89,10 +90,9 @@ def test_draws_of_a_sample_depend_only_on_its_position(size: int, num_workers: i
     jobs = [ReadJob(start, list(range(start, start + size))) for start in range(0, 12, size)]
 
     def read(jobs: list[ReadJob], num_workers: int) -> list[list[torch.Tensor]]:
-        reader = SampleReader(SubsetStream(_Augmented()), _with_noise)
-        place, device = (lambda batch: batch), torch.device("cpu")
+        stream, place, device = SubsetStream(_Augmented()), (lambda batch: batch), torch.device("cpu")
         with closing(
-            BatchReader(reader, iter(jobs), seed=7, place=place, device=device, num_workers=num_workers)
+            BatchReader(stream, _with_noise, iter(jobs), seed=7, place=place, device=device, num_workers=num_workers)
         ) as batches:
             return list(batches)
 

@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from d9d_loop.data.prefetcher import Prefetcher as Prefetcher
     from d9d_loop.data.sample_files import open_samples as open_samples
     from d9d_loop.data.sample_order import SampleOrder as SampleOrder
+    from d9d_loop.data.sample_stream import Collate as Collate
     from d9d_loop.data.sample_stream import Cursor as Cursor
     from d9d_loop.data.sample_stream import Entry as Entry
+    from d9d_loop.data.sample_stream import Samples as Samples
     from d9d_loop.data.sample_stream import SampleStream as SampleStream
-    from d9d_loop.data.samples import Collate as Collate
-    from d9d_loop.data.samples import Samples as Samples
     from d9d_loop.data.shuffled_stream import BucketedStream as BucketedStream
     from d9d_loop.data.shuffled_stream import ShuffledStream as ShuffledStream
     from d9d_loop.data.stream_loader import Share as Share

@@ -6,9 +6,9 @@ from typing import Any, final
 
 import torch
 
-from d9d_loop.data.data_random import check_draws_nothing
 from d9d_loop.data.prefetcher import Prefetcher, pinned
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.sample_reader import ReadJob, SampleReader, check_draws_nothing
+from d9d_loop.data.sample_stream import Collate, SampleStream
 from d9d_loop.data.worker_pool import WorkerPool
 from d9d_loop.isolation import restored_random
 
@@ -31,7 +31,8 @@ class BatchReader:
 
     def __init__(
         self,
-        reader: SampleReader,
+        stream: SampleStream,
+        collate: Collate,
         jobs: Iterator[ReadJob],
         *,
         seed: int,
@@ -42,11 +43,12 @@ class BatchReader:
         timeout: float | None = None,
         draws: bool = True,
     ) -> None:
-        self._read, self._seed, self._draws, self._is_first = reader, seed, draws, True
+        self._read = SampleReader(stream, collate)
+        self._seed, self._draws, self._is_first = seed, draws, True
         self._pool: WorkerPool | None = None
         self._prefetcher: Prefetcher[Any] | None = None
         if num_workers:
-            self._pool = WorkerPool(reader, num_workers=num_workers, seed=seed, timeout=timeout)
+            self._pool = WorkerPool(self._read, num_workers=num_workers, seed=seed, timeout=timeout)
             self._prefetcher = Prefetcher(self._pool.batches(jobs), prepare=place, depth=prefetch, device=device)
             self._batches: Iterator[Any] = self._prefetcher
         else:

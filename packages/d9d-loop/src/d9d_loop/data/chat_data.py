@@ -12,8 +12,7 @@ from d9d_loop.data.data_provider import DataProvider, check_samples
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.packed_stream import PackedStream
 from d9d_loop.data.sample_files import open_samples
-from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples, SampleStream
 
 Files = Path | str | Sequence[Path | str]
 """One or several paths."""

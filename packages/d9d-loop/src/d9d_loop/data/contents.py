@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from d9d_dist import UserError, agree
-from d9d_loop.data.data_random import position_random
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.sample_order import SampleOrder
-from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples, SampleStream
+from d9d_loop.isolation import isolated_random
 
 NUM_COMPARED = 16
 """Number of samples of a dataset that are compared."""
@@ -110,7 +109,7 @@ def _is_repeatable(read: Callable[[], Any]) -> bool:
 
 
 def _digest_of_seeded(read: Callable[[], Any]) -> str:
-    with position_random(0, position=0):
+    with isolated_random(0, "data at", 0):
         return digest_of(read())
 
 
@@ -131,7 +130,7 @@ def first_digest(stream: SampleStream, convert: Callable[[Any], Any] = lambda sa
 
 def _read(read: Callable[[Any], Any], entry: Any, position: int) -> Any:
     try:
-        with position_random(0, position=position):
+        with isolated_random(0, "data at", position):
             return read(entry)
     except Exception as error:  # reported where the sample is used
         return type(error).__qualname__

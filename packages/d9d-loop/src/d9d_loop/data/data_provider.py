@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from d9d_dist import UserError
 from d9d_loop.data.indexed_stream import IndexedStream
-from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.data.sample_stream import Collate, Samples, SampleStream
 
 
 class DataProvider(ABC):

@@ -9,8 +9,7 @@ from d9d_loop.data.contents import contents_of
 from d9d_loop.data.indexed_stream import OrderCursor, measured_length
 from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_reader import ReadJob
-from d9d_loop.data.sample_stream import Cursor, SampleStream, take_entries
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Cursor, Samples, SampleStream, take_entries
 
 _EMPTY = "the evaluation data are empty; expected at least one sample. Check the path of the data."
 

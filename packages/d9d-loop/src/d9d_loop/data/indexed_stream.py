@@ -11,8 +11,7 @@ from torch import Tensor
 from d9d_dist import UserError
 from d9d_loop.data.contents import contents_of
 from d9d_loop.data.sample_order import SampleOrder
-from d9d_loop.data.sample_stream import Cursor, SampleStream
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Cursor, Samples, SampleStream
 
 _MOST_AHEAD = 4096
 """Limit on the number of sample indices computed ahead of use. The number starts lower and doubles."""

@@ -16,7 +16,7 @@ from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.data.contents import digest_of_files
 from d9d_loop.data.json_lines import JsonLines, JsonObject
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples
 
 FileKind: TypeAlias = Literal[".jsonl", ".json", ".parquet", ".csv", "text", "saved dataset"]
 

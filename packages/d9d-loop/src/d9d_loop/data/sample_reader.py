@@ -1,15 +1,19 @@
 """Reader of the samples of a batch. Errors name the sample."""
 
+import json
+import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch.utils import _pytree as pytree
 
-from d9d_loop.data.data_random import seed_collate_random, seed_data_random
-from d9d_loop.data.sample_stream import Entry, SampleStream
-from d9d_loop.data.samples import Collate
+from d9d_dist import UserError
+from d9d_loop.data.sample_stream import Collate, Entry, SampleStream
 from d9d_loop.data_error import DataError
+from d9d_loop.isolation import seed_generators
 
 _LONGEST = 120
 
@@ -54,14 +58,14 @@ class SampleReader:
         for number, entry in enumerate(job.entries):
             on_sample(number)
             if seed is not None:
-                seed_data_random(seed, position=job.position + number)
+                seed_sample(seed, job.position + number)
             try:
                 samples.append(self._stream.read(entry))
             except Exception as error:
                 raise DataError(f"{job.describe(number)} could not be read: {_describe(error)}") from error
         on_sample(len(samples))
         if seed is not None:
-            seed_collate_random(seed, position=job.position)
+            seed_generators(seed, "collate at", job.position)
         try:
             return self._collate(samples)
         except Exception as error:
@@ -84,3 +88,41 @@ def describe_none(samples: Sequence[Any], names: Sequence[str]) -> str:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def seed_sample(seed: int, position: int) -> None:
+    """Seed `random`, torch's CPU generator and, if imported, NumPy for the sample at a position in the global order.
+
+    Pipeline-, tensor- and context-parallel ranks read the same samples, so they must draw the same numbers.
+    """
+    seed_generators(seed, "data at", position)
+
+
+def check_draws_nothing(read: Callable[[], object]) -> None:
+    """Check that `read`, which reads a batch, draws no random numbers, else raise `UserError`.
+
+    If the random states changed, `read` is called again, because another thread, such as a tracker's, may have drawn.
+    """
+    drawn = _drawn_by(read) and _drawn_by(read)
+    if drawn:
+        raise UserError(
+            f"reading a batch drew random numbers from {' and '.join(drawn)}; expected none, because the data provider "
+            "has draws = False. Set draws = True, so that random numbers are seeded by the position of the sample."
+        )
+
+
+def _drawn_by(read: Callable[[], object]) -> list[str]:
+    before = _states()
+    read()
+    after = _states()
+    return [name for name, state in before.items() if _text(state) != _text(after[name])]
+
+
+def _text(state: Any) -> str:
+    return json.dumps(state, default=lambda array: array.tolist())
+
+
+def _states() -> dict[str, Any]:
+    states = {"Python": random.getstate(), "torch": torch.default_generator.get_state()}
+    numpy = sys.modules.get("numpy")
+    return states if numpy is None else {"NumPy": numpy.random.get_state(), **states}

@@ -6,12 +6,24 @@ is therefore equal on every rank. A job resumes on any number of ranks, right af
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Sized
+from typing import Any, Protocol
 
 from pydantic import JsonValue
 
 Entry = Any
 """Identifier of a sample for the stream that created the entry. Entries are small and cheap to create."""
+
+Collate = Callable[[list[Any]], Any]
+"""Function that builds a batch, a pytree of tensors, from a list of samples."""
+
+
+class Samples(Sized, Protocol):
+    """Map-style dataset with a length, such as a `torch.utils.data.Dataset` or a list."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return the sample at an index in `range(len(self))`, the same sample on every call."""
+        ...
 
 
 class Cursor(ABC):

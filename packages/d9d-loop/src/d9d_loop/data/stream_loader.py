@@ -13,9 +13,8 @@ from torch.utils.data import default_collate
 
 from d9d_dist import UserError
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
-from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.data.samples import Collate
+from d9d_loop.data.sample_reader import ReadJob
+from d9d_loop.data.sample_stream import Collate, SampleStream
 
 
 @final
@@ -99,7 +98,8 @@ class StreamLoader:
         self._batches: BatchReader | None = None
         self._read: Callable[[Iterator[ReadJob]], BatchReader] = partial(
             BatchReader,
-            SampleReader(stream, collate),
+            stream,
+            collate,
             seed=seed,
             place=place,
             device=torch.device(device),

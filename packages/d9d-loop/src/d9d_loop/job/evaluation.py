@@ -10,9 +10,7 @@ from d9d_dist import DistributedContext, UserError
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.evaluation_pass import SubsetStream, plan_pass
-from d9d_loop.data.sample_reader import SampleReader
-from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.data.sample_stream import Collate, Samples, SampleStream
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.reference import FrozenReference
 from d9d_loop.engine.scores import reference_values
@@ -55,7 +53,7 @@ class Evaluator:
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         if not isinstance(samples, SampleStream):
             samples, num_samples = SubsetStream(samples, num_samples), None
-        self._reader = SampleReader(samples, collate)
+        self._stream, self._collate = samples, collate
         self._jobs, self._num_real = plan_pass(
             samples,
             batch_size=batch_size,
@@ -101,8 +99,9 @@ class Evaluator:
         return {**values, **computed}
 
     def _batches(self) -> BatchReader:
+        place, device = self._place, self._ctx.device
         jobs = iter(self._jobs)
-        return BatchReader(self._reader, jobs, seed=self._seed, place=self._place, device=self._ctx.device)
+        return BatchReader(self._stream, self._collate, jobs, seed=self._seed, place=place, device=device)
 
     def _seeded_inputs(self) -> Callable[[Any], Inputs]:
         positions = (job.position for job in self._jobs)

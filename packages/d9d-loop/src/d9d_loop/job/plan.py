@@ -14,8 +14,7 @@ from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.contents import check_repeatable, identity_of
 from d9d_loop.data.evaluation_pass import SubsetStream, check_evaluation_data
 from d9d_loop.data.in_fork import read_apart
-from d9d_loop.data.sample_stream import Entry
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Entry, Samples
 from d9d_loop.engine.code_digest import evaluation_digest, source_digests
 from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.engine.optimizer_fit import optimizer_provider

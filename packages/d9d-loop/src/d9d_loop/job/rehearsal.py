@@ -26,10 +26,9 @@ from d9d_dist import ContextSplit, UserError
 from d9d_dist.data_parallel.parallelize import refuse_lost_writes
 from d9d_dist.values.late_init import allocate
 from d9d_loop.data.batch_placement import row_multiple
-from d9d_loop.data.data_random import seed_data_random
 from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
-from d9d_loop.data.sample_reader import describe_none
+from d9d_loop.data.sample_reader import describe_none, seed_sample
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.in_place import InPlaceCheck
@@ -172,7 +171,7 @@ class _Rehearsal:
     def _read(self, stream: SampleStream, size: int) -> Any:
         """Read a batch, as the job reads it; under context parallelism, the part of rank 0."""
         plan = self._plan
-        seed_data_random(plan.config.seed, position=0)
+        seed_sample(plan.config.seed, 0)
         first = stream is plan.stream and size == plan.microbatch_size
         entries = plan.first_entries() if first else stream.cursor().take(size)
         names = [f"sample {entry!r:.60}" for entry in entries]

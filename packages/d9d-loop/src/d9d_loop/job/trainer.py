@@ -17,7 +17,7 @@ from d9d_dist import Launch, MeshConfig, UserError, read_launch
 from d9d_dist.lazy_exports import paused_collection
 from d9d_loop.config.trainer_config import BatchConfig, TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
-from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.data.sample_stream import Collate, Samples
 from d9d_loop.event_bus import Events, why_not_called
 from d9d_loop.events import TrainResult
 from d9d_loop.job.end_command import early_failure_reported

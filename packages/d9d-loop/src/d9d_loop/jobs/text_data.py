@@ -38,7 +38,7 @@ from d9d_loop.data.conversation import read_margin, read_pair
 from d9d_loop.data.image_chat import has_media
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_files import DataFiles
-from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.data.sample_stream import Collate, Samples
 from d9d_loop.data.stored_tokens import TokenDocuments
 from d9d_loop.data.text_tokenizer import TextTokenizer, read_text_tokenizer
 from d9d_loop.data.text_tokens import end_token_id

@@ -14,7 +14,7 @@ from d9d_dist import UserError
 from d9d_loop.data.contents import digest_of
 from d9d_loop.data.sample_files import DataFiles, open_samples
 from d9d_loop.data.sample_order import SampleOrder
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples
 
 _NUM_CHECKED = 50_000
 """Number of samples of a list of files that are checked before training."""

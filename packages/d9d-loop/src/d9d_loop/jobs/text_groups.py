@@ -17,7 +17,7 @@ from torch import Tensor
 from d9d_dist import UserError
 from d9d_loop.data import DatasetProvider
 from d9d_loop.data.contents import contents_of, sampled_digest
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples
 from d9d_loop.data.text_tokenizer import TextTokenizer
 from d9d_loop.jobs.job_config import EmbeddingConfig, TextJobConfig
 from d9d_loop.jobs.text_data import dataset_of, fitted_ids, pad_groups, samples_of, text_tokenizer

@@ -16,7 +16,7 @@ from d9d_loop.data import ChatData, ChatTokenizer, DataProvider, TokenFile
 from d9d_loop.data.contents import contents_of
 from d9d_loop.data.conversation import read_pair
 from d9d_loop.data.packed_stream import IGNORED_LABEL
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples
 from d9d_loop.data.token_formats import token_format
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_data import (

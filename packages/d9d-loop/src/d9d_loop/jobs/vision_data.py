@@ -29,7 +29,7 @@ from d9d_loop.data.image_chat import (
 )
 from d9d_loop.data.image_processor import byte_scale, read_processor
 from d9d_loop.data.sample_files import DataFiles, open_samples
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples
 from d9d_loop.jobs.job_config import OnBroken, TextDataConfig, TextJobConfig
 from d9d_loop.jobs.text_data import Note, chat_tokenizer, dataset_of, note_template, samples_of
 from d9d_loop.jobs.vision_collator import ImageCollator, ImageRow

@@ -19,7 +19,7 @@ from d9d_dist import UserError
 from d9d_loop.data import DataProvider, IndexedStream, PackedStream, SampleStream, pad_sequences
 from d9d_loop.data.contents import contents_of, digest_of
 from d9d_loop.data.packed_stream import IGNORED_LABEL
-from d9d_loop.data.samples import Samples
+from d9d_loop.data.sample_stream import Samples
 from d9d_loop.data.token_file_writer import PartialFolder, write_once
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_model import auto_class

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from d9d_dist.testing import Device, assert_trees_close, full_gradients, full_parameters, run_ranks
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data.samples import Collate
+from d9d_loop.data.sample_stream import Collate
 from d9d_loop.events import Finished, GradientsReady, StepDone
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.model.model_provider import ModelProvider

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_loop.data.data_random import check_draws_nothing, position_random, seed_data_random
+from d9d_loop.data.sample_reader import check_draws_nothing, seed_sample
+from d9d_loop.isolation import restored_random
 
 
 def _draw() -> tuple[float, float, float]:
@@ -24,7 +25,8 @@ def test_random_streams_depend_on_seed_and_position_only() -> None:
     drawn = [_draw()]
     streams = []
     for seed, position in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
-        with position_random(seed, position=position):
+        with restored_random():
+            seed_sample(seed, position)
             streams.append(_draw())
     assert [*drawn, _draw()] == expected
     assert streams[0] == streams[-1]
@@ -33,17 +35,14 @@ def test_random_streams_depend_on_seed_and_position_only() -> None:
 
 
 def test_a_position_has_the_same_stream_in_any_process() -> None:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    with position_random(1, position=8):
+    with restored_random():
+        seed_sample(1, 8)
         drawn = _draw()
-    assert torch.equal(torch.get_rng_state(), before)
-    with position_random(1, position=9):
-        assert _draw() != drawn
-    with position_random(0, position=0):  # restores the generators seeded in the body
-        seed_data_random(1, position=8)
+        torch.manual_seed(3)
+        seed_sample(1, 8)
         assert _draw() == drawn
-    assert torch.equal(torch.get_rng_state(), before)
+        seed_sample(1, 9)
+        assert _draw() != drawn
 
 
 @pytest.mark.parametrize(
