@@ -519,6 +519,14 @@ def test_the_export_of_a_bidirectional_decoder_has_bidirectional_attention(folde
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "rope_theta": 20.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -551,7 +559,11 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20.0}
         ),
         (
             {"model": {"family": "llama", "max_position_embeddings": 32, "rope_parameters": DYNAMIC}},
-            r"dataset\.length = 48, .* rope_type = dynamic, .* at most max_position_embeddings = 32",
+            r"dataset\.length = 48, .* rope_type = dynamic; expected at most 32 positions",
+        ),
+        (
+            {"model": {"family": "llama", **SIZES, "max_position_embeddings": 64, "rope_parameters": LONGROPE}},
+            r"dataset\.length = 48, .* rope_type = longrope; expected at most 32 .* set short_factor",
         ),
         ({"model": {"family": "llama", "rope_theta": 5.0}}, r"got rope_theta for LlamaConfig.* Set rope_parameters"),
         ({"batch": {"global_size": 999}}, r"batch\.global_size = 999, but the training data have \d+ samples"),

@@ -353,18 +353,42 @@ def test_dropout_can_be_disabled_and_an_export_keeps_it(kind: str, entry: str) -
         assert provider.export_files()["config.json"][entry] == 0.5
 
 
-def test_dynamic_rope_is_an_error_for_rows_that_change_its_frequencies() -> None:
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 20.0, "short_factor": [1.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20.0},
+        {**LONGROPE, "long_factor": [1.5, 2.0, 3.0, 4.0], "original_max_position_embeddings": 8},
+    ],
+)
+def test_rows_that_change_the_rotary_frequencies_of_other_rows_are_an_error(rope: dict[str, Any]) -> None:
+    model, plain = _llama_of_rope(rope, max_position_embeddings=8 if rope["rope_type"] == "dynamic" else 32)
+    assert torch.equal(model(torch.arange(8)[None]).logits, plain(torch.arange(8)[None]).logits)
+    with pytest.raises(UserError, match=rf"got a row of 9 positions, .* {rope['rope_type']}; expected at most 8 pos"):
+        model(torch.arange(9)[None])
+    documents = torch.arange(16)[None], torch.arange(16)[None] % 8  # two in a row of 16
+    assert torch.isfinite(model(documents[0], position_ids=documents[1]).logits).all()
+
+
+def test_equal_factors_of_longrope_take_rows_of_all_lengths() -> None:
+    rope = {**LONGROPE, "long_factor": [1.0] * 4, "original_max_position_embeddings": 8}
+    model, plain = _llama_of_rope(rope, max_position_embeddings=32)
+    ids = torch.arange(24)[None]
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+def _llama_of_rope(rope: dict[str, Any], **sizes: Any) -> tuple[Any, Any]:
+    """Return a model of `hugging_face_model`, and the same one of transformers."""
     import transformers
 
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20.0}
-    sizes: Any = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, max_position_embeddings=8, rope_parameters=rope)
+    sizes |= {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=rope)
     model: Any = _build(hugging_face_model(config, transformers.AutoModelForCausalLM))
     plain = transformers.AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(model.state_dict())
-    assert torch.equal(model(torch.arange(8)[None]).logits, plain(torch.arange(8)[None]).logits)
-    with pytest.raises(UserError, match=r"got a row of 9 positions, .* at most max_position_embeddings = 8\."):
-        model(torch.arange(9)[None])
+    return model, plain
 
 
 def test_older_entries_of_rope_are_an_error_that_names_the_new_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from d9d_dist import UserError
 from d9d_loop.data.text_tokenizer import TextTokenizer
 from d9d_loop.jobs.job_config import GENERATING_JOBS, JobKind, TextJobConfig
-from d9d_loop.model.hugging_face_model import check_entries, hugging_face_model, read_config
+from d9d_loop.model.hugging_face_model import check_entries, hugging_face_model, read_config, rope_error, rope_limit
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.model.pretrained_model import pretrained_model
 
@@ -152,12 +152,8 @@ def check_fit(config: TextJobConfig, model_config: Any) -> None:
             f"{'' if limit == model_config.max_position_embeddings else ', without those up to the padding id'}); "
             "expected at most that many. Lower the length, or choose a model with rotary positions."
         )
-    if "'dynamic'" in str(getattr(text, "rope_parameters", None)) and length > (limit := text.max_position_embeddings):
-        raise UserError(
-            f"dataset.length = {length}, but the model has rope_type = dynamic, whose frequencies follow the longest "
-            f"row so far; expected at most max_position_embeddings = {limit}. Lower the length, or "
-            "set model.rope_parameters with another rope_type, such as yarn."
-        )
+    if (rope := rope_limit(text)) and length > rope[1]:
+        raise rope_error(f"dataset.length = {length}, but the model is one", rope)
 
 
 def check_vocabulary(tokenizer: TextTokenizer, model_config: Any) -> None:

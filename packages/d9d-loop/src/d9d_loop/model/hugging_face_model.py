@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp, parallelize_tensor
 from d9d_dist.install_hint import install_hint
@@ -165,8 +165,8 @@ class _HuggingFaceModel(ModelProvider):
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
                 module.register_forward_hook(_forget_positions, always_call=True)
-            if "dynamic" in str(getattr(module, "rope_type", "")):
-                module.register_forward_hook(_check_lengths)
+            if hasattr(module, "rope_type") and (limit := rope_limit(module.config)):
+                module.register_forward_pre_hook(partial(_check_lengths, limit=limit), with_kwargs=True)
         mask_packed_rows(model)
         return model.train()
 
@@ -267,18 +267,35 @@ def _forget_positions(module: Any, *_: Any) -> None:
         module.rope_deltas = None
 
 
-def _check_lengths(module: Any, *_: Any) -> None:
-    """Raise `UserError` if a row was so long that rotary frequencies now depend on it, also for later rows."""
-    limit = module.original_max_seq_len
-    for name, length in vars(module).items():
-        is_known = not isinstance(length, Tensor) or not length.is_meta
-        if name.endswith("max_seq_len_cached") and is_known and length > limit:
-            raise UserError(
-                f"got a row of {int(length)} positions, with its padding, for {type(module).__name__} with rope_type = "
-                f"dynamic; expected at most max_position_embeddings = {limit}. Its frequencies follow the longest row "
-                "so far, so layouts and resumed jobs would differ. Shorten the rows, or choose another rope_type, such "
-                "as yarn, in rope_parameters."
-            )
+def rope_limit(config: Any) -> tuple[str, int] | None:
+    """Return the `rope_type` of a decoder whose frequencies follow the longest row, and above which length they do."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in (found, *(each for each in found.values() if isinstance(each, Mapping))):
+        if rope.get("rope_type") == "dynamic":
+            return "dynamic", config.max_position_embeddings
+        if rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"]:
+            return "longrope", rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    return None
+
+
+def rope_error(got: str, limit: tuple[str, int]) -> UserError:
+    """Return the error about rows [L] whose rotary frequencies would depend on other rows; `got` describes them."""
+    kind, length = limit
+    remedy = {
+        "dynamic": "or choose another rope_type, such as yarn, in rope_parameters",
+        "longrope": "or set short_factor in rope_parameters to the long_factor, which all rows use then",
+    }[kind]
+    return UserError(
+        f"{got} with rope_type = {kind}; expected at most {length} positions: above, the frequencies of all rows of a "
+        f"batch follow its longest row, so layouts and resumed jobs would differ. Shorten the rows, {remedy}."
+    )
+
+
+def _check_lengths(module: Any, args: tuple[Any, ...], given: dict[str, Any], *, limit: tuple[str, int]) -> None:
+    """Raise `UserError` if a row is so long that the rotary frequencies of other rows depend on it."""
+    position_ids = given["position_ids"] if "position_ids" in given else args[1]
+    if position_ids.shape[-1] > limit[1] and not position_ids.is_meta and (last := int(position_ids.max())) >= limit[1]:
+        raise rope_error(f"got a row of {last + 1} positions, with its padding, for {type(module).__name__}", limit)
 
 
 def read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
