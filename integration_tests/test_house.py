@@ -438,13 +438,13 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 LINES = {
     "d9d-dist": 9061,
-    "d9d-loop": 40735,
+    "d9d-loop": 40767,
     "d9d-metrics": 3970,
     "d9d-modules": 9445,
-    "d9d-moe": 3196,
-    "d9d-peft": 2857,
+    "d9d-moe": 3201,
+    "d9d-peft": 2855,
     "d9d-pipeline": 2827,
-    "d9d-state": 8550,
+    "d9d-state": 8549,
 }
 """Budget of source lines of each package. A new feature pays by a simplification."""
 

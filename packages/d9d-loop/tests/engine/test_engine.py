@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -387,6 +389,51 @@ def _norm_on_uneven_ranks(kind: str) -> str:
 def test_stand_ins_with_synchronized_norms_are_an_error_on_all_ranks(kind: str) -> None:
     for message in run_ranks(_norm_on_uneven_ranks, kind, world_size=2):
         assert message.startswith("rank 0 got fewer than 2 batches, and the model has batch norms in training mode")
+
+
+def _router_loss_on_uneven_ranks(scope: Any, takes_mask: bool) -> str:
+    moe: Any = pytest.importorskip("d9d_moe")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            losses = moe.RouterLosses(balance=0.5, scope=scope)
+            self.moe = moe.MoELayer(6, 4, router=moe.TopKRouter(6, num_experts=4, top_k=2), losses=losses)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.moe(x.unflatten(0, (2, -1))).hidden.flatten(0, 1)[:, :3]
+
+    class Masked(Net):
+        def forward(self, x: torch.Tensor, mask_BL: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x)
+
+    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+        model = (Masked if takes_mask else Net)().double()
+        try:
+            _engine(model, _sgd(model), ctx).forward_backward([_batch(0)] * (1 + ctx.rank), LOSS)
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("scope", "takes_mask", "expected"),
+    [
+        (
+            "batch",
+            False,
+            'rank 0 got fewer than 2 batches, and the model has router losses of scope "batch" and a forw',
+        ),
+        ("sequence", False, ""),
+        ("batch", True, ""),
+    ],
+)
+def test_stand_ins_that_would_count_in_the_load_of_experts_are_an_error_on_all_ranks(
+    scope: str, takes_mask: bool, expected: str
+) -> None:
+    pytest.importorskip("d9d_moe")
+    for message in run_ranks(_router_loss_on_uneven_ranks, scope, takes_mask, world_size=2):
+        assert message[: len(expected) or None] == expected
 
 
 def _different_batches() -> str:

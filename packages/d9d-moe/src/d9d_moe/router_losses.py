@@ -82,6 +82,11 @@ class RouterLosses:
         return self.balance > 0 and self.definition == "transformers"
 
     @property
+    def follow_batch(self) -> bool:
+        """True if the balance loss counts the tokens of one microbatch over all ranks."""
+        return self.balance > 0 and self.scope == "batch"
+
+    @property
     def follow_global_batch(self) -> bool:
         """True if the balance loss uses the load of the previous step."""
         return self.balance > 0 and self.scope == "global_batch"

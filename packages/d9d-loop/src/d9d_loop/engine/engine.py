@@ -32,7 +32,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import BadStepFound, StateOffloaded, StateOnloaded
 from d9d_loop.model.disk_mapper import disk_mapper
 from d9d_loop.model.first_steps import FirstSteps
-from d9d_loop.model.model_check import dropout_names, trains_batch_norm
+from d9d_loop.model.model_check import dropout_names, stand_in_problem
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider
 from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.ema import Ema
@@ -192,12 +192,12 @@ class Engine:
 
         Raises:
             UserError: On every rank, if no rank has a batch, the ranks of a data-parallel coordinate have different
-                batches, or the statistics of batch norms would include stand-ins. Integers on an accelerator are
+                batches, or results would include stand-ins. Integers on an accelerator are
                 compared in the next step.
         """
         self._require_training("forward_backward()")
-        norms = trains_batch_norm(self.model, self.ctx.size("batch", "dp"))
-        placed, num_added = self._agree(batches, self._step.supported, self._rates(), trains_batch_norm=norms)
+        problem = stand_in_problem(self.model, self.ctx.size("batch", "dp"))
+        placed, num_added = self._agree(batches, self._step.supported, self._rates(), stand_in_problem=problem)
         values: dict[int, Mapping[str, Tensor]] = {}
         self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
         found = self.pipeline.gather_tokens([values[index] for index in sorted(values)])

@@ -12,7 +12,6 @@ from d9d_dist.collectives.consensus import name_ranks
 from d9d_dist.collectives.tree_gather import all_gather_trees
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.batch_digest import digest_batches, digest_on_device, find_difference
-from d9d_loop.model.model_check import STAND_INS
 from d9d_loop.resilience.same_values import describe_difference
 from d9d_loop.task import BatchTask
 
@@ -37,7 +36,7 @@ class MicrobatchAgreement:
         rates: tuple[float, float] = (0.0, 0.0),
         *,
         call: str = "forward_backward()",
-        trains_batch_norm: bool = False,
+        stand_in_problem: str = "",
     ) -> tuple[list[Any], list[int]]:
         """Place batches, and add stand-ins up to the number that all ranks need. Collective over all ranks.
 
@@ -45,11 +44,11 @@ class MicrobatchAgreement:
 
         For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
         that is at least its argument. `rates` are those of `Same`, for engines without a guard. `call` is the
-        method of the engine, for messages. With `trains_batch_norm` on any rank, stand-ins are an error.
+        method of the engine, for messages. With a `stand_in_problem` on any rank, stand-ins are an error.
 
         Raises:
             UserError: On every rank, if no rank has a batch, ranks of one data-parallel coordinate have different
-                batches, or statistics of batch norms would include stand-ins. On this rank, if `batches` is not a
+                batches, or results would include stand-ins. On this rank, if `batches` is not a
                 sequence.
         """
         if not isinstance(batches, Sequence):
@@ -60,7 +59,7 @@ class MicrobatchAgreement:
         if batches:
             self._example, self._has_example = batches[-1], True
         digest = digest_batches(batches) if self._has_copies else 0
-        mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates, trains_batch_norm]
+        mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates, stand_in_problem]
         counts = same_call(call, mine)
         if self._digests_differ(counts):
             self._compare(batches)
@@ -68,8 +67,8 @@ class MicrobatchAgreement:
             self._digest = digest_on_device(batches, self._digest)
         number = supported(max(count for _, count, *_ in counts))
         short = [rank for rank, (_, count, *_) in enumerate(counts) if count < number]
-        if short and any(norms for *_, norms in counts):
-            raise UserError(f"{name_ranks(short)} got fewer than {number} batches, and {STAND_INS}")
+        if short and (problem := next(filter(None, (problem for *_, problem in counts)), "")):
+            raise UserError(f"{name_ranks(short)} got fewer than {number} batches, and {problem}")
         if any(count < number and not has_example for _, count, has_example, *_ in counts):
             found = all_gather_trees([batches[-1]] if batches else [], None)
             if not self._has_example:

@@ -1,6 +1,5 @@
 """This rank's pipeline stages, and the executors that run them together with the other pipeline ranks."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from d9d_dist import ContextSplit, DistributedContext, UserError, set_grad_dtype
 from d9d_loop.config.trainer_config import GradientConfig
+from d9d_loop.model.model_check import arguments_of, takes_mask
 from d9d_loop.task import BatchTask, to_inputs
 from d9d_pipeline import (
     Executor,
@@ -62,7 +62,6 @@ class Pipeline:
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._reduces_each_microbatch = False
         self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
-        self._takes_mask = all(map(_takes_mask, self.stages.values()))
         self.group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
         self._rows_group, self._data_group = ctx.group_for("batch", "pp", "cp", "tp"), ctx.group_for("batch", "dp")
         self._tp_size = ctx.size("batch", "tp")
@@ -71,6 +70,7 @@ class Pipeline:
         is_whole = self._num_ranks == self._schedule.stages_per_rank == 1
         copies = {index: [name for name, users in shared.items() if index in users[1:]] for index in self.stages}
         self.model = self.stages[0] if is_whole else RankStages(self.stages, copies=copies)
+        self._takes_mask = takes_mask(self.model)
         stage_ranks = self._program(1, trains=False).stage_ranks
         self._last_rank = stage_ranks[-1]
         self.shared = SharedParameters(shared, self.stages, stage_ranks=stage_ranks, group=self.group)
@@ -122,7 +122,7 @@ class Pipeline:
         """Raise `UserError` if a forward of transformers would ignore document ids: it takes any `**kwargs`."""
         for stage in self.stages.values() if "document_ids_BL" in inputs.shared else ():
             is_foreign = any(each.__module__.partition(".")[0] == "transformers" for each in type(stage).__mro__)
-            if is_foreign and "document_ids_BL" not in _arguments(stage):
+            if is_foreign and "document_ids_BL" not in arguments_of(stage):
                 raise UserError(
                     f"{type(stage).__name__}.forward of transformers ignores document_ids_BL, so packed documents "
                     "would attend to each other; expected a model that takes document ids. Use a d9d decoder, such "
@@ -260,17 +260,3 @@ def _checked_tokens(values: Any) -> dict[str, Tensor]:
                 "over its tokens."
             )
     return {name: value.detach() for name, value in values.items()}
-
-
-def _takes_mask(stage: nn.Module) -> bool:
-    """Return True if a forward names the argument `mask_BL`, or passes it on to a module that does, by `**kwargs`."""
-    own = _arguments(stage)
-    passes_on = any(each.kind is each.VAR_KEYWORD for each in own.values())
-    return "mask_BL" in own or (passes_on and any("mask_BL" in _arguments(part) for part in stage.modules()))
-
-
-def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(module.forward).parameters
-    except ValueError:  # compiled by TorchScript
-        return {}

@@ -20,7 +20,7 @@ from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
-from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
+from d9d_loop.model.model_check import stand_in_problem
 from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
 from d9d_loop.optimizers.joined import parts_of
@@ -134,14 +134,14 @@ class TrainStep:
         that count, by index.
 
         Raises:
-            UserError: On this rank, if the statistics of batch norms would include its stand-ins; if the result of
+            UserError: On this rank, if results of the model would include its stand-ins; if the result of
                 `loss` is not a `Loss` of 0-dim values; if an in-place operation changed a value that backward needs; or
                 if an earlier call failed.
         """
         self._refuse_partial_gradients()
         self._refuse_unfrozen()
-        if num_own < len(batches) and trains_batch_norm(self._model, self._ctx.size("batch", "dp")):
-            raise UserError(f"this rank has fewer microbatches than others, and {STAND_INS}")
+        if num_own < len(batches) and (problem := stand_in_problem(self._model, self._ctx.size("batch", "dp"))):
+            raise UserError(f"this rank has fewer microbatches than others, and {problem}")
         if self._totals is None:
             self._events.emit(StepStarted(number))
             self._totals = StepTotals(self._ctx.device)

@@ -14,7 +14,7 @@ from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.disk_mapper import export_mapper
-from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
+from d9d_loop.model.model_check import stand_in_problem
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_loop.writable import check_writable
@@ -44,13 +44,13 @@ def rest_of_epoch(config: TrainerConfig, data: DataProvider, steps: int) -> int:
     return data.num_samples % size
 
 
-def check_batch_norm(model: nn.Module, config: TrainerConfig, *, rest: int, dp_size: int, microbatch_size: int) -> None:
-    """Raise `UserError` if the statistics of batch norms would include stand-ins at the end of an epoch."""
+def check_stand_ins(model: nn.Module, config: TrainerConfig, *, rest: int, dp_size: int, microbatch_size: int) -> None:
+    """Raise `UserError` if results of the model would include stand-ins at the end of an epoch."""
     total = config.batch.global_size
-    if 0 < rest <= total - microbatch_size and trains_batch_norm(model, dp_size):
+    if 0 < rest <= total - microbatch_size and (problem := stand_in_problem(model, dp_size)):
         raise UserError(
             f"the last step of an epoch has {rest} samples, too few for all microbatches of the {dp_size} "
-            f"data-parallel ranks, and {STAND_INS} Or use --steps instead of --epochs, or a multiple of "
+            f"data-parallel ranks, and {problem} Or use --steps instead of --epochs, or a multiple of "
             f"batch.global_size = {total} samples."
         )
 

@@ -31,7 +31,7 @@ from d9d_loop.job.run_files import write_config, writes_together
 from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.model.compiled_model import describe_graph_breaks
 from d9d_loop.model.export_notes import print_export_notes
-from d9d_loop.model.model_check import STAND_INS, trains_batch_norm
+from d9d_loop.model.model_check import stand_in_problem
 from d9d_loop.resilience import BadStep, Stopped, check_finite, check_replicas, find_non_finite
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.launcher_watch import LauncherWatch
@@ -153,7 +153,7 @@ def evaluate_job(job: Job) -> TrainResult:
 def _next_batches(job: Job) -> list[Any]:
     """Return this rank's microbatches of the next step, with the values of the reference if there is one.
 
-    Raises `UserError` on every rank if the data have ended, or the statistics of batch norms would include stand-ins.
+    Raises `UserError` on every rank if the data have ended, or results would include stand-ins.
     Collective if a rank has stand-ins, or with a reference.
     """
     try:
@@ -163,9 +163,10 @@ def _next_batches(job: Job) -> list[Any]:
             f"the training data ended after {job.loader.position} samples and {job.record.step} of {job.plan.steps} "
             f"steps; expected as many batches as {type(job.plan.stream).__name__}.num_batches() returned. Correct it."
         ) from None
-    norms = job.loader.has_stand_ins and trains_batch_norm(job.engine.model, job.ctx.size("batch", "dp"))
-    if job.loader.has_stand_ins and any(gather_json(norms)):
-        raise UserError(f"the data end with fewer microbatches on some ranks, and {STAND_INS}")
+    if job.loader.has_stand_ins:
+        problems = gather_json(stand_in_problem(job.engine.model, job.ctx.size("batch", "dp")))
+        if problem := next(filter(None, problems), ""):
+            raise UserError(f"the data end with fewer microbatches on some ranks, and {problem}")
     return batches if job.plan.reference is None else job.engine.with_reference(batches)
 
 

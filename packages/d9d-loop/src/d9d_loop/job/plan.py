@@ -20,7 +20,6 @@ from d9d_loop.engine.local_tiers import check_local_tiers
 from d9d_loop.engine.optimizer_fit import optimizer_provider
 from d9d_loop.engine.reference import Reference, check_reference
 from d9d_loop.job.job_check import (
-    check_batch_norm,
     check_evaluation,
     check_learning_rates,
     check_metric_names,
@@ -28,6 +27,7 @@ from d9d_loop.job.job_check import (
     check_predictions,
     check_retention,
     check_schedule,
+    check_stand_ins,
     check_trainable,
     export_mapper_of,
     rest_of_epoch,
@@ -190,7 +190,7 @@ def plan_job(
     whole = layout.built.module
     check_trainable(whole)
     rest = rest_of_epoch(config, data, steps)
-    check_batch_norm(whole, config, rest=rest, dp_size=dp_size, microbatch_size=microbatch_size)
+    check_stand_ins(whole, config, rest=rest, dp_size=dp_size, microbatch_size=microbatch_size)
     check_trained_dtypes(whole)
     check_parameters_are_saveable(whole)
     if data.draws:

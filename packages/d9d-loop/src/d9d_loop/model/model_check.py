@@ -1,5 +1,6 @@
 """Checks of a built or parallelized model."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,17 +13,49 @@ from torch.nn.modules.dropout import _DropoutNd
 from d9d_dist import DistributedContext, UserError, canonical_name, gather_json
 from d9d_dist.data_parallel.batch_norm import is_synchronized
 from d9d_dist.data_parallel.embedding_rows import writes_to_rows
+from d9d_pipeline import RankStages
 from d9d_state import TensorInfo, check_saveable, model_tensors
 
-STAND_INS = (
-    "the model has batch norms in training mode, whose statistics would include stand-in batches; expected as many "
-    "microbatches on all ranks. Pass equal numbers, or call eval() on the batch norms."
-)
+
+def stand_in_problem(model: nn.Module, dp_size: int) -> str:
+    """Return a message if results of a model in training mode would include stand-ins of other ranks; else empty."""
+    modules = [module for module in model.modules() if module.training and dp_size > 1]
+    if any(map(is_synchronized, modules)):
+        what, remedy = "batch norms in training mode, whose statistics", "call eval() on the batch norms"
+    elif any(map(_counts_batch, modules)) and not takes_mask(model):
+        what = 'router losses of scope "batch" and a forward without mask_BL, so the load of experts'
+        remedy = 'pass the mask_BL of the batch to MoELayer, or choose the scope "sequence"'
+    else:
+        return ""
+    return (
+        f"the model has {what} would include stand-in batches; expected as many microbatches on all ranks. Pass equal "
+        f"numbers, or {remedy}."
+    )
 
 
-def trains_batch_norm(model: nn.Module, dp_size: int) -> bool:
-    """Return True if statistics of batch norms in training mode would include stand-ins of other ranks."""
-    return dp_size > 1 and any(is_synchronized(module) and module.training for module in model.modules())
+def _counts_batch(module: nn.Module) -> bool:
+    """Return True for an MoE layer whose router losses count the tokens of a microbatch; see `RouterLosses`."""
+    return getattr(getattr(module, "losses", None), "follow_batch", False) is True
+
+
+def takes_mask(model: nn.Module) -> bool:
+    """Return True if all stages of a rank take `mask_BL`, or pass it on to a module that does, by `**kwargs`."""
+    stages = model.children() if isinstance(model, RankStages) else [model]
+    return all(map(_stage_takes_mask, stages))
+
+
+def _stage_takes_mask(stage: nn.Module) -> bool:
+    own = arguments_of(stage)
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in own.values())
+    return "mask_BL" in own or (passes_on and any("mask_BL" in arguments_of(part) for part in stage.modules()))
+
+
+def arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a module's forward by name; empty if it is compiled by TorchScript."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except ValueError:
+        return {}
 
 
 def dropout_names(module: Any) -> list[str]:
