@@ -6,8 +6,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from d9d_dist import UserError
 from d9d_loop import Section, TrainerConfig, validate_config
+from d9d_loop.config._config_errors import OTHER_NAMES
 from d9d_loop.config._config_keys import all_keys
-from d9d_loop.config._other_trainers import OTHER_NAMES
 from d9d_loop.jobs.job_config import TextJobConfig
 
 BATCH = {"batch": {"global_size": 8}}

@@ -3,14 +3,21 @@
 import difflib
 import itertools
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from d9d_loop.config._config_keys import Place, all_keys, locate, sections_of
-from d9d_loop.config._other_trainers import OTHER_NAMES, WITHOUT_OURS
+
+_NAMES = tomllib.loads(files("d9d_loop.config").joinpath("other_trainers.toml").read_text(encoding="utf-8"))
+_WITHOUT_OURS = frozenset(_NAMES.pop("none"))
+"""Names of settings in other trainers for which we have no key, although a key of ours has a similar name."""
+OTHER_NAMES = {other: ours for ours, others in _NAMES.items() for other in others}
+"""Our dotted key for the name of a setting in another trainer. A configuration class may lack the key."""
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
@@ -57,7 +64,7 @@ def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list
     ours = OTHER_NAMES.get(key.lower().replace("-", "_"))
     if ours is not None and ours != name and any(other.name == ours for other in all_keys(model)):
         return [ours]
-    if key in WITHOUT_OURS:
+    if key in _WITHOUT_OURS:
         return []
     if close := difflib.get_close_matches(key, siblings, n=1):
         return [f"{section}{dot}{close[0]}"]

@@ -9,8 +9,8 @@ from d9d_dist import UserError
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import EvaluationDone, ModelReady
 from d9d_loop.jobs.job_config import CHAT_JOBS, TextJobConfig
-from d9d_loop.jobs.special_ids import end_ids
 from d9d_loop.jobs.text_data import chat_tokenizer, text_tokenizer
+from d9d_loop.jobs.text_export import end_ids
 from d9d_metrics import Text
 
 _NUM_TOKENS = 64

@@ -10,7 +10,7 @@ import torch
 from text_job_cases import GROUPED, byte_tokenizer, job_config, train, write_lines
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from d9d_loop.jobs.special_ids import end_ids
+from d9d_loop.jobs.text_export import end_ids
 from d9d_loop.result import load_result
 
 transformers = pytest.importorskip("transformers", reason="the oracle")
