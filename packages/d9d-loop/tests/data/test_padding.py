@@ -8,34 +8,37 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from d9d_dist import UserError
-from d9d_loop.data import PaddingCollate, pad_sequences
+from d9d_loop.data import PaddingCollate
 from d9d_loop.data.padding import Side, join_batches
 
 SIDES: list[Side] = ["left", "right"]
 
 
-@given(
-    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), value=st.integers(-3, 3), side=st.sampled_from(SIDES)
-)
-def test_padding_equals_torch_pad_sequence(lengths: list[int], value: int, side: Side) -> None:
-    sequences = [torch.arange(length) for length in lengths]
-    expected = pad_sequence(sequences, batch_first=True, padding_value=value, padding_side=side)
-    assert torch.equal(pad_sequences(sequences, value=value, side=side), expected)
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), side=st.sampled_from(SIDES))
+def test_rows_have_their_values_on_one_side(lengths: list[int], side: Side) -> None:
+    samples = [{"x": torch.arange(length), "flags": torch.ones(length, dtype=torch.bool)} for length in lengths]
+    batch = PaddingCollate({"x": -100, "flags": False}, multiple_of=4, side=side)(samples)
+    assert batch["x"].shape == batch["flags"].shape == (len(lengths), -(-max(lengths) // 4) * 4)
+    for row, flags, length in zip(batch["x"].tolist(), batch["flags"].tolist(), lengths, strict=True):
+        added, num_added = [-100] * (len(row) - length), len(row) - length
+        assert row == ([*range(length), *added] if side == "right" else [*added, *range(length)])
+        assert flags == (
+            [True] * length + [False] * num_added if side == "right" else [False] * num_added + [True] * length
+        )
 
 
 def test_lengths_are_rounded_up_and_further_dims_kept() -> None:
-    batch = pad_sequences([torch.ones(2, 3), torch.ones(5, 3)], value=-1.5, multiple_of=4)
+    batch = PaddingCollate({"x": -1.5}, multiple_of=4)([{"x": torch.ones(2, 3)}, {"x": torch.ones(5, 3)}])["x"]
     assert batch.shape == (2, 8, 3)
     assert batch.sum() == 21 - 1.5 * 27
-    assert pad_sequences([torch.ones(2)], value=0, length=5, multiple_of=4).shape == (1, 8)
+    assert PaddingCollate({"x": 0}, length=5, multiple_of=4)([{"x": [1, 1]}])["x"].shape == (1, 8)
 
 
 def test_a_sequence_that_is_too_long_is_refused() -> None:
     with pytest.raises(UserError, match="of length 5 is longer than 4; truncate it, or increase length"):
-        pad_sequences([torch.ones(5)], value=0, length=4)
+        PaddingCollate({"x": 0}, length=4)([{"x": [1] * 5}])
 
 
 def test_the_collate_function_pads_the_values_of_dictionaries() -> None:
@@ -59,7 +62,7 @@ def test_a_sample_without_a_key_is_refused() -> None:
 
 def test_an_unknown_side_is_an_error() -> None:
     with pytest.raises(UserError, match="side = 'Right'; expected one of left, right"):
-        PaddingCollate({"a": 0}, side=cast(Any, "Right"))([{"a": [1]}])
+        PaddingCollate({"a": 0}, side=cast(Any, "Right"))
 
 
 def test_batches_are_joined_and_padded() -> None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.packed_stream import best_fit_decreasing as best_fit_decreasing
     from d9d_loop.data.packed_stream import pack_row as pack_row
     from d9d_loop.data.padding import PaddingCollate as PaddingCollate
-    from d9d_loop.data.padding import pad_sequences as pad_sequences
     from d9d_loop.data.prefetcher import Prefetcher as Prefetcher
     from d9d_loop.data.sample_files import open_samples as open_samples
     from d9d_loop.data.sample_order import SampleOrder as SampleOrder

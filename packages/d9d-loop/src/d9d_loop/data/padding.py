@@ -11,6 +11,8 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
@@ -23,46 +25,22 @@ Side = Literal["left", "right"]
 """Side of a sequence on which it is padded."""
 
 
-def pad_sequences(
-    sequences: Sequence[Tensor], *, value: float, length: int | None = None, multiple_of: int = 1, side: Side = "right"
-) -> Tensor:
-    """Pad sequences to equal length and stack them to [B, L, ...]; dtype and device do not change.
-
-    Args:
-        sequences: Tensors [n, ...] of the same dtype and device, which differ only in the size n of the first dim.
-        value: Padding value.
-        length: Length to pad to; by default, the longest sequence.
-        multiple_of: L is `length` rounded up to a multiple of this number, as context parallelism, tensor parallelism
-            and some kernels require.
-        side: Side to pad on.
-
-    Raises:
-        UserError: If a sequence is longer than `length`, or the side is unknown.
-    """
-    check_choice("side", side, Side)
-    longest = max(map(len, sequences))
-    if length is not None and longest > length:
-        raise UserError(f"a sequence of length {longest} is longer than {length}; truncate it, or increase length.")
-    padded_length = -(-(longest if length is None else length) // multiple_of) * multiple_of
-    batch = sequences[0].new_full((len(sequences), padded_length, *sequences[0].shape[1:]), value)
-    for row, sequence in zip(batch, sequences, strict=True):
-        place = slice(len(sequence)) if side == "right" else slice(padded_length - len(sequence), None)
-        row[place] = sequence
-    return batch
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class PaddingCollate:
-    """Collate function for dictionary samples that contain sequences of different lengths.
+    """Collate function for dictionary samples that contain sequences [n, ...] of different lengths n.
 
     Attributes:
         values: Padding value of each sequence, by key: `{"input_ids": 0, "labels": -100}`. Other keys are collated with
             `default_collate`.
         length: Length to pad to; by default, the longest sequence of a key.
-        multiple_of: Padded lengths are rounded up to a multiple of this number.
+        multiple_of: Padded lengths are rounded up to a multiple of this number, as some kernels require.
+        side: Side to pad on.
         mask: Key of an additional bool [B, L] mask, which is False at padding of the first key of `values`. Empty for
             no mask.
+
+    Raises:
+        UserError: If the side is unknown.
     """
 
     values: Mapping[str, float]
@@ -70,6 +48,9 @@ class PaddingCollate:
     multiple_of: int = 1
     side: Side = "right"
     mask: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("side", self.side, Side)
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate samples. Raise `UserError` if a sample lacks a key of `values`, or a sequence exceeds `length`."""
@@ -89,7 +70,14 @@ class PaddingCollate:
         return batch
 
     def _pad(self, sequences: list[Tensor], value: float) -> Tensor:
-        return pad_sequences(sequences, value=value, length=self.length, multiple_of=self.multiple_of, side=self.side)
+        longest = max(map(len, sequences))
+        length = longest if self.length is None else self.length
+        if longest > length:
+            raise UserError(f"a sequence of length {longest} is longer than {length}; truncate it, or increase length.")
+        padded = pad_sequence(sequences, batch_first=True, padding_value=value, padding_side=self.side)
+        num_added = length + -length % self.multiple_of - longest
+        sides = (0, num_added) if self.side == "right" else (num_added, 0)
+        return F.pad(padded, (*[0, 0] * (padded.dim() - 2), *sides), value=value)
 
 
 def join_batches(parts: list[dict[str, Tensor]], row_values: Mapping[str, float]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar, final
 import torch
 from pydantic import JsonValue
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
@@ -27,7 +28,6 @@ from d9d_loop.data import (
     TokenFile,
     TokenWindows,
     open_tokens,
-    pad_sequences,
     read_chat_tokenizer,
     read_conversation,
     tokenize_chats,
@@ -91,12 +91,12 @@ def pad_rows(samples: list[dict[str, Tensor]], *, padding: int) -> dict[str, Ten
     """
     ids = [sample["input_ids"] for sample in samples]
     batch = {
-        "input_ids": pad_sequences(ids, value=padding),
-        "attention_mask": pad_sequences([torch.ones_like(row) for row in ids], value=0),
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=padding),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
     }
     labels = [sample["labels"] for sample in samples if "labels" in sample]
     if labels and labels[0].dim():
-        batch["labels"] = pad_sequences(labels, value=IGNORED_LABEL)
+        batch["labels"] = pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
         batch[POSITIONS] = label_positions(batch["labels"])
     elif labels:
         batch["labels"] = torch.stack(labels)

@@ -13,10 +13,11 @@ from typing import Any, final
 import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 from d9d_dist import UserError
-from d9d_loop.data import DataProvider, IndexedStream, PackedStream, SampleStream, pad_sequences
+from d9d_loop.data import DataProvider, IndexedStream, PackedStream, SampleStream
 from d9d_loop.data.contents import contents_of, digest_of
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_stream import Samples
@@ -78,7 +79,8 @@ class RowPacker:
         packed = {name: each for name, each in batch.items() if name not in PER_TOKEN}
         for name in names:
             parts = [torch.cat([batch[name][s, : lengths[s]] for s in row] or [batch[name][0, :0]]) for row in rows]
-            packed[name] = pad_sequences(parts, value=IGNORED_LABEL if name == "labels" else 0)
+            value = IGNORED_LABEL if name == "labels" else 0
+            packed[name] = pad_sequence(parts, batch_first=True, padding_value=value)
         length = packed["input_ids"].shape[1]
         rotary = None if self._model is None else _rope_index(self._model, batch)
         positions = []
