@@ -18,7 +18,9 @@ SIDES: list[Side] = ["left", "right"]
 
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), side=st.sampled_from(SIDES))
 def test_rows_have_their_values_on_one_side(lengths: list[int], side: Side) -> None:
-    samples = [{"x": torch.arange(length), "flags": torch.ones(length, dtype=torch.bool)} for length in lengths]
+    samples: list[Mapping[str, Any]] = [
+        {"x": torch.arange(length), "flags": torch.ones(length, dtype=torch.bool)} for length in lengths
+    ]
     batch = PaddingCollate({"x": -100, "flags": False}, multiple_of=4, side=side)(samples)
     assert batch["x"].shape == batch["flags"].shape == (len(lengths), -(-max(lengths) // 4) * 4)
     for row, flags, length in zip(batch["x"].tolist(), batch["flags"].tolist(), lengths, strict=True):
