@@ -1,3 +1,8 @@
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -85,27 +90,66 @@ def test_a_metric_without_accumulators_as_attributes_is_refused() -> None:
         _InAList().reset()
 
 
-class _CountsInNumbers(Metric):
-    def __init__(self) -> None:
-        self.total, self.count, self.seen = Accumulator("sum"), 0, list[float]()
+class _CountsElsewhere(Metric):
+    """A metric with an accumulator, and a count in another attribute."""
 
-    def update(self, value: float, *, as_list: bool) -> None:
-        self.total.update(value)
-        if as_list:
-            self.seen.append(value)
-        else:
-            self.count += 1
+    def __init__(self, start: Any) -> None:
+        self.total, self.count = Accumulator("sum"), start
+
+    def update(self, change: Callable[[Any], Any]) -> None:
+        self.total.update(1.0)
+        self.count = change(self.count)
 
     def compute(self) -> Tensor:
         return self.total.value
 
 
-@pytest.mark.parametrize(("as_list", "name"), [(False, "count"), (True, "seen")])
-def test_state_outside_of_accumulators_is_an_error(as_list: bool, name: str) -> None:
-    metric = _CountsInNumbers()
-    metric.update(1.0, as_list=as_list)
-    with pytest.raises(UserError, match=f"update of _CountsInNumbers changed {name}; expected changes of accumulators"):
-        metric.update(1.0, as_list=as_list)
+def _append(seen: list[float]) -> list[float]:
+    seen.append(1.0)
+    return seen
+
+
+def _count_by_name(counts: dict[str, Any]) -> dict[str, Any]:
+    counts["right"] = counts.get("right", 0) + 1
+    return counts
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "number": (0, lambda count: count + 1),
+    "list": ([], _append),
+    "counts in a list": ([0, 0], lambda counts: [counts[0], counts[1] + 1]),
+    "dict": ({}, _count_by_name),
+    "dict of tensors": ({"right": torch.zeros(())}, lambda counts: {"right": counts["right"].add_(1)}),
+    "set": (set(), lambda seen: seen | {len(seen)}),
+    "tensor": (torch.zeros(()), lambda count: count + 1),
+    "tensor in place": (torch.zeros(()), lambda count: count.add_(1)),
+    "array": (np.zeros(2), lambda counts: counts + 1),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_state_outside_of_accumulators_is_an_error(kind: str) -> None:
+    start, change = CHANGES[kind]
+    metric = _CountsElsewhere(copy.deepcopy(start))
+    metric.update(change)
+    with pytest.raises(UserError, match="update of _CountsElsewhere changed count; expected changes of accumulators"):
+        metric.update(change)
+
+
+SETTINGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "the last batch, for display": (None, lambda last: torch.zeros(3)),
+    "a table that is made once": ({}, lambda tables: tables if tables else {"float64": torch.zeros(3)}),
+    "a table of the device": (torch.zeros(3), lambda table: table.to("cpu")),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_tensors_may_be_attributes(kind: str) -> None:
+    start, change = SETTINGS[kind]
+    metric = _CountsElsewhere(start)
+    for _ in range(3):
+        metric.update(change)
+    assert metric.compute() == 3.0
 
 
 class _HasSettings(Metric):

@@ -1,6 +1,9 @@
 """Base class of metrics: state in accumulators, which reduce exactly over any number of ranks."""
 
+import copy
+import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Self, TypeAlias
@@ -36,7 +39,7 @@ class Metric(ABC):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make `update` raise `UserError` if it twice changes an attribute that is a number or a list."""
+        """Make `update` raise `UserError` if it twice changes an attribute that is no accumulator."""
         super().__init_subclass__(**kwargs)
         if callable(update := vars(cls).get("update")):
             setattr(cls, "update", _checked(update))  # noqa: B010 - metrics have no `update` of one signature
@@ -101,16 +104,18 @@ class Metric(ABC):
 
 
 def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `update`: numbers that both of the first two updates change are state; a flag or a setting changes once."""
+    """Wrap `update`: values that both of the first two updates change are state; a flag or a setting changes once."""
 
     @wraps(update)
     def checked(self: Metric, *args: Any, **kwargs: Any) -> Any:
         if (first := vars(self).get("_changed_first")) == set():
             return update(self, *args, **kwargs)
-        before = _plain_state(self)
+        kept = copy.copy(vars(self))  # a new tensor must not get the id of an old one
+        before = {name: _state_of(each) for name, each in kept.items()}
         result = update(self, *args, **kwargs)
-        now = _plain_state(self)
-        changed = {name for name, each in before.items() if now.get(name) is not each and now.get(name) != each}
+        changed = {
+            name for name, each in before.items() if each is not None and _state_of(vars(self).get(name)) != each
+        }
         if both := sorted(changed & (first or set())):
             raise UserError(
                 f"update of {type(self).__name__} changed {', '.join(both)}; expected changes of accumulators only, "
@@ -122,7 +127,17 @@ def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _plain_state(metric: Metric) -> dict[str, object]:
-    """Return the numbers, without flags, and the lengths of lists among the attributes."""
-    values = {name: len(value) if isinstance(value, list) else value for name, value in vars(metric).items()}
-    return {name: each for name, each in values.items() if isinstance(each, int | float) and not isinstance(each, bool)}
+def _state_of(value: Any) -> Any:
+    """Return a value that differs if an attribute counts: a number, tensor, NumPy array or collection of them."""
+    match value:
+        case Tensor():
+            return id(value), None if value.is_inference() else value._version
+        case Mapping():
+            return [(name, _state_of(each)) for name, each in value.items()]
+        case list() | tuple() | deque():
+            return [_state_of(each) for each in value]
+        case set():
+            return len(value)
+        case int() | float() if not isinstance(value, bool) and not math.isnan(value):
+            return value
+    return value.tobytes() if hasattr(value, "tobytes") else None

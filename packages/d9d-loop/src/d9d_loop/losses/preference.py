@@ -127,7 +127,8 @@ class PreferenceLoss:
     ) -> tuple[Tensor, Tensor]:
         """Return the margin h of each pair [B, P], and a mask [B, P] of pairs that count. Arguments as in `__call__`.
 
-        The reward margin that DPO reports is `beta * h`; its accuracy is the share of pairs with h above 0.
+        The reward margin that DPO reports is `beta * h`, per token if `length_normalized`; its accuracy is the share of
+        pairs with h above 0.
         """
         check_shapes(log_probs_BL, reference_log_probs_BL=reference_log_probs_BL, mask_BL=mask_BL)
         ratios_BL = log_probs_BL if reference_log_probs_BL is None else log_probs_BL - reference_log_probs_BL.detach()
