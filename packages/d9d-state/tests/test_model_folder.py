@@ -1,13 +1,16 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from d9d_dist import UserError
-from d9d_state import ModelFolder, TensorInfo
+from d9d_state import ModelFolder, StateError, TensorInfo, model_folder, read_model_state, save_model_state
+from d9d_state.safetensors_header import read_header
 
 
 def _write_index(folder: Path, weight_map: object) -> None:
@@ -135,3 +138,41 @@ def test_symlinks_of_the_hugging_face_cache_are_followed(tmp_path: Path) -> None
     save_file({"a": torch.ones(2)}, blobs / "0123")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
     assert ModelFolder.open(snapshot).tensors == {"a": TensorInfo((2,), torch.float32)}
+
+
+def _save(folder: Path, value: float, *, num_files: int) -> None:
+    tensors = {name: torch.full((4,), value) for name in "ab"}
+    save_model_state(nn.ParameterDict(tensors), folder, max_shard_bytes=32 // num_files, progress=False)
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_folder_that_is_replaced_while_its_headers_are_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int
+) -> None:
+    _save(tmp_path / "model", 1.0, num_files=2)
+    waiting = [0.0, 2.0]
+
+    def replaced(path: Any) -> Any:
+        header = read_header(path)
+        if waiting:
+            _save(tmp_path / "model", waiting.pop(), num_files=num_files)
+        return header
+
+    monkeypatch.setattr(model_folder, "read_header", replaced)
+    assert {name: tensor.tolist() for name, tensor in read_model_state(tmp_path / "model")} == {
+        "a": [0.0] * 4,
+        "b": [0.0] * 4,
+    }
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_folder_that_is_replaced_while_its_weights_are_read_is_an_error(tmp_path: Path, num_files: int) -> None:
+    _save(tmp_path / "model", 1.0, num_files=num_files)
+    stream = read_model_state(tmp_path / "model")
+    if num_files == 2:
+        assert next(stream)[1].tolist() == [1.0] * 4
+    _save(tmp_path / "model", 2.0, num_files=num_files)
+    with pytest.raises(
+        StateError, match=r"\.safetensors has changed since its header was read, .*Load the weights again"
+    ):
+        next(stream)

@@ -94,15 +94,19 @@ def test_only_required_bytes_are_read(folder: ModelFolder, name: str, region: Re
     assert reader.num_bytes_read == num_bytes
 
 
-def test_truncated_file_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_open", "message"),
+    [(False, "has changed since its header was read"), (True, "ends before the end of a; the file has changed since")],
+)
+def test_truncated_file_raises(tmp_path: Path, is_open: bool, message: str) -> None:
     save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
     folder = ModelFolder.open(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 4)
-    with (
-        RegionReader(folder) as reader,
-        pytest.raises(StateError, match=r"model\.safetensors ends before the end of a; the file has changed since"),
-    ):
-        reader.read_into("a", Region((0,), (100,)), torch.zeros(100))
+    with RegionReader(folder) as reader:
+        if is_open:
+            reader.read_into("a", Region((0,), (1,)), torch.zeros(1))
+        os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 4)
+        with pytest.raises(StateError, match=rf"model\.safetensors {message}"):
+            reader.read_into("a", Region((0,), (100,)), torch.zeros(100))
 
 
 def test_read_error_raises(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ AnyPath: TypeAlias = Path | ObjectPath
 """Path in a file system or an object store."""
 
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OBJECT_STAMP = ("size", "ETag", "e_tag", "etag", "generation", "LastModified", "last_modified", "mtime")
 _KINDS = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
@@ -55,9 +56,15 @@ def read_member(folder: AnyPath, name: str, limit: int | None = None) -> bytes:
 @final
 @dataclass(frozen=True, slots=True)
 class MemberReader:
-    """Reader of byte ranges of a file directly inside a folder. `size` is the size of the file in bytes."""
+    """Reader of byte ranges of a file directly inside a folder.
+
+    Attributes:
+        size: Size of the file in bytes.
+        stamp: Value that differs from that of an earlier reader if the file was replaced or written since.
+    """
 
     size: int
+    stamp: tuple[object, ...]
     source: int | ObjectPath
 
     def read_into(self, buffer: memoryview, position: int) -> int:
@@ -83,12 +90,19 @@ def open_reader(folder: AnyPath, name: str) -> MemberReader:
     """Open a regular file directly inside a folder for reads of ranges; errors are those of `open_member`."""
     if isinstance(folder, Path):
         descriptor = open_member(folder, name)
-        return MemberReader(os.fstat(descriptor).st_size, descriptor)
+        found = os.fstat(descriptor)
+        return MemberReader(found.st_size, stamp_of(found), descriptor)
     path = _plain_object(folder, name)
     try:
-        return MemberReader(path.size(), path)
+        info = path.info()
+        return MemberReader(int(info["size"]), tuple(map(info.get, _OBJECT_STAMP)), path)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def stamp_of(found: os.stat_result) -> tuple[int, ...]:
+    """Return a value that changes if a file or folder is replaced or written."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _plain_object(folder: ObjectPath, name: str) -> ObjectPath:

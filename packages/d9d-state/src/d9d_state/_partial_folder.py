@@ -65,6 +65,6 @@ def check_sizes(partial: AnyPath, sizes: Mapping[str, int]) -> None:
     """Raise `OSError` or `ValueError` unless this process sees every file with the size that its rank wrote."""
     for name, size in sizes.items():
         path = partial / name
-        found = path.size() if isinstance(path, ObjectPath) else os.stat(path).st_size  # noqa: PTH116
+        found = int(path.info()["size"]) if isinstance(path, ObjectPath) else os.stat(path).st_size  # noqa: PTH116
         if found != size:
             raise ValueError(f"{partial / name} has {found} bytes; expected {size}.")

@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
 from d9d_dist.errors import shorten
-from d9d_state._member import AnyPath, as_folder, is_plain, read_member
+from d9d_state._member import AnyPath, as_folder, is_plain, read_member, stamp_of
+from d9d_state.errors import StateError
 from d9d_state.json_value import parse_json, shortened
 from d9d_state.safetensors_header import StoredTensor, read_header
 from d9d_state.tensor_info import TensorInfo
@@ -29,22 +31,39 @@ class ModelFolder:
         tensors: Shape and dtype of every tensor.
         files: Path of each tensor's file.
         starts: Byte offset of each tensor in its file.
+        stamps: Stamp of each tensor's file, to find out if it was replaced since; `None` if not known.
     """
 
     path: AnyPath
     tensors: Mapping[str, TensorInfo]
     files: Mapping[str, AnyPath]
     starts: Mapping[str, int]
+    stamps: Mapping[str, tuple[object, ...] | None]
 
     @classmethod
     def open(cls, path: str | AnyPath) -> Self:
         """Read the header of `model.safetensors`, or of every file in `model.safetensors.index.json`.
+
+        If a local folder is replaced meanwhile, the new one is read.
 
         Raises:
             UserError: If the folder has neither file, or two models, or the index or a header is malformed. Also if the
                 index names a file outside the folder, or a listed tensor is missing from its file.
         """
         folder = as_folder(path)
+        while True:
+            before = _stamps(folder)
+            try:
+                found = cls._read(folder)
+            except (UserError, StateError):
+                if _stamps(folder) == before:
+                    raise
+            else:
+                if _stamps(folder) == before:
+                    return found
+
+    @classmethod
+    def _read(cls, folder: AnyPath) -> Self:
         file = folder / SINGLE_NAME
         if _exists(folder / INDEX_NAME):
             weight_map = _weight_map(folder)
@@ -74,7 +93,17 @@ class ModelFolder:
             {name: stored.info for name, (_file, stored) in places.items()},
             {name: file for name, (file, _stored) in places.items()},
             {name: stored.start for name, (_file, stored) in places.items()},
+            {name: stored.stamp for name, (_file, stored) in places.items()},
         )
+
+
+def _stamps(folder: AnyPath) -> list[tuple[int, ...]]:
+    """Return a value that changes if a local folder or its index is replaced."""
+    stamps: list[tuple[int, ...]] = []
+    for path in (folder, folder / INDEX_NAME) if isinstance(folder, Path) else ():
+        with suppress(OSError):
+            stamps.append(stamp_of(path.stat()))
+    return stamps
 
 
 def _exists(path: AnyPath) -> bool:

@@ -105,9 +105,9 @@ class ObjectPath:
         sizes = {str(each["name"]).rstrip("/").rpartition("/")[2]: int(each["size"] or 0) for each in listed}
         return {name: size for name, size in sizes.items() if name not in ("", self.name)}
 
-    def size(self) -> int:
-        """Return the size in bytes; raise `FileNotFoundError` if there is no such object."""
-        return int(self._retry(partial(self.filesystem.info, self.url))["size"])
+    def info(self) -> dict[str, Any]:
+        """Return the size in bytes and other properties; raise `FileNotFoundError` if there is no such object."""
+        return dict(self._retry(partial(self.filesystem.info, self.url)))
 
     def read_bytes(self) -> bytes:
         """Return the content."""

@@ -59,8 +59,9 @@ class RegionReader:
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
         """Read a region of a stored tensor into a plain tensor of its shape, on any device, with any strides.
 
-        Values are converted to the target's dtype as by `copy_`. Raises `StateError` if the file is unreadable or
-        truncated, and `UserError` if it no longer exists or is not a regular file.
+        Values are converted to the target's dtype as by `copy_`. Raises `StateError` if the file is unreadable,
+        truncated or was replaced since its header was read, and `UserError` if it no longer exists or is not a regular
+        file.
         """
         assert tuple(target.shape) == region.sizes, f"{name}: target and region have different shapes"
         gap = _OBJECT_GAP if isinstance(self._folder.path, ObjectPath) else _GAP
@@ -91,6 +92,10 @@ class RegionReader:
         raw, position = bytes_of(target), 0
         try:
             reader = self._open(path)
+            if self._folder.stamps[name] not in (None, reader.stamp):
+                raise StateError(
+                    f"{path} has changed since its header was read, as by a new export. Load the weights again."
+                )
             for offset, size in _runs(self._folder.tensors[name], region):
                 shift, end = first + offset - position, position + size
                 while position < end:

@@ -95,10 +95,14 @@ def parse_shape(value: object) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor of a safetensors file, with the byte offset of its data: contiguous, in row-major order."""
+    """Tensor of a safetensors file, with the byte offset of its data: contiguous, in row-major order.
+
+    `stamp` is that of the file's reader (`MemberReader`), to find out if the file was replaced; `None` if not known.
+    """
 
     info: TensorInfo
     start: int
+    stamp: tuple[object, ...] | None = None
 
 
 def read_header(path: AnyPath) -> dict[str, StoredTensor]:
@@ -132,7 +136,7 @@ def read_header(path: AnyPath) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     start = 8 + length
     for name, info in infos.items():
-        tensors[name] = StoredTensor(info, start)
+        tensors[name] = StoredTensor(info, start, reader.stamp)
         start += info.num_bytes
     return tensors
 
