@@ -96,8 +96,7 @@ class PackedStream(WindowedStream):
 def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) -> dict[str, Tensor]:
     """Concatenate documents into a row, pad the remaining positions, and return a sample as in `PackedStream`.
 
-    A document has `tokens`, int64 [n + 1]: the first n become inputs, the last n labels. With a `mask`, bool [n + 1],
-    labels whose mask is False become -100. `row_length` is at least the sum of n over the documents.
+    `row_length` is at least the sum of the numbers of positions of the documents; see `shifted`.
     """
     row: dict[str, Any] = {
         "input_ids": torch.full((row_length,), pad_token),
@@ -111,13 +110,12 @@ def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) 
         row["margins"] = torch.zeros(row_length)
     start = 0
     for number, document in enumerate(documents):
-        tokens = document["tokens"]
-        place = slice(start, start + len(tokens) - 1)
-        row["input_ids"][place], row["labels"][place] = tokens[:-1], tokens[1:]
-        if "mask" in document:
-            row["labels"][place].masked_fill_(~document["mask"][1:], IGNORED_LABEL)
+        num_positions = len(document["tokens"]) - 1
+        place = slice(start, start + num_positions)
+        for name, values in shifted(document).items():
+            row[name][place] = values
         row["documents"][place] = number
-        row["position_ids"][place] = torch.arange(len(tokens) - 1)
+        row["position_ids"][place] = torch.arange(num_positions)
         if "source" in document:
             row["sources"][place] = document["source"]
         if "margin" in document:
@@ -125,6 +123,16 @@ def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) 
         start = place.stop
     assert start <= row_length
     return row
+
+
+def shifted(document: Document) -> dict[str, Tensor]:
+    """Return the `input_ids` and `labels` of a document of n + 1 tokens: int64 [n], the first and the last n tokens.
+
+    Labels outside of the mask are -100.
+    """
+    tokens = document["tokens"]
+    labels = tokens[1:].masked_fill(~document["mask"][1:], IGNORED_LABEL) if "mask" in document else tokens[1:]
+    return {"input_ids": tokens[:-1], "labels": labels}
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -203,8 +211,7 @@ class TokenWindows:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} is out of range: there are {len(self)} windows")
-        tokens = self._file.tokens(index * self._length, (index + 1) * self._length + 1)
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        return shifted({"tokens": self._file.tokens(index * self._length, (index + 1) * self._length + 1)})
 
     def contents_digest(self) -> JsonValue:
         """Return the digests of the token file, and the length."""

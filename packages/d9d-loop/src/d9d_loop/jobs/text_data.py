@@ -5,7 +5,7 @@ B: samples, L: padded length.
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, final
@@ -36,7 +36,7 @@ from d9d_loop.data import (
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.conversation import read_margin, read_pair
 from d9d_loop.data.image_chat import has_media
-from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.packed_stream import IGNORED_LABEL, shifted
 from d9d_loop.data.sample_files import DataFiles
 from d9d_loop.data.sample_stream import Collate, Samples
 from d9d_loop.data.stored_tokens import TokenDocuments
@@ -110,19 +110,29 @@ def pad_groups(groups: list[list[dict[str, Tensor]]], *, padding: int) -> dict[s
 
 
 @final
-class _Converted:
-    def __init__(self, samples: Samples, convert: Callable[[Any], dict[str, Tensor]], tokenizer: TextTokenizer) -> None:
-        self._samples, self._convert, self._tokenizer = samples, convert, tokenizer
+class Mapped:
+    """Samples of a dataset, which `convert` converts when they are read. `identity` is that of the conversion."""
+
+    def __init__(self, samples: Samples, convert: Callable[[Any], Any], identity: JsonValue = None) -> None:
+        self._samples, self._convert, self._identity = samples, convert, identity
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         return self._convert(self._samples[index])
 
     def contents_digest(self) -> JsonValue:
-        """Return the tokenizer and the contents of the samples, and the digest of some converted ones."""
-        return [self._tokenizer.identity(), contents_of(self._samples), sampled_digest(self)]
+        """Return the identity of the conversion, the contents of the samples, and the digest of some converted ones."""
+        return [self._identity, contents_of(self._samples), sampled_digest(self)]
+
+
+def cache_folder(config: TextJobConfig, kind: str, *, settings: str, samples: Iterable[str]) -> Path:
+    """Return a folder in `run.folder`, named for `kind` and a digest of the settings and samples that are cached."""
+    digest = hashlib.sha256(settings.encode())
+    for sample in samples:
+        digest.update(hashlib.sha256(sample.encode()).digest())
+    return config.run.folder / "tokens" / f"{kind}-{digest.hexdigest()[:16]}"
 
 
 def tokenized_once(
@@ -132,13 +142,14 @@ def tokenized_once(
     if config.dataset.length < 2:
         raise UserError(f"dataset.length = {config.dataset.length}; expected at least 2 tokens of a conversation.")
     options: dict[str, Any] = {"max_length": config.dataset.length - 1, "too_long": config.dataset.too_long}
-    digest = hashlib.sha256(f"{tokenizer.identity()} {options}".encode())
-    for index in range(len(samples)):
-        found = without_images(config, read_pair if pairs else read_conversation, samples[index])
-        for chat in found if isinstance(found, tuple) else (found,):
-            digest.update(hashlib.sha256(chat.to_json().encode()).digest())
-        digest.update(str(read_margin(samples[index]) if pairs else "").encode())
-    folder = config.run.folder / "tokens" / f"{'pairs' if pairs else 'chats'}-{digest.hexdigest()[:16]}"
+
+    def text(sample: Any) -> str:
+        found = without_images(config, read_pair if pairs else read_conversation, sample)
+        chats = [chat.to_json() for chat in (found if isinstance(found, tuple) else (found,))]
+        return f"{chats} {read_margin(sample) if pairs else ''}"
+
+    texts, settings = (text(samples[index]) for index in range(len(samples))), f"{tokenizer.identity()} {options}"
+    folder = cache_folder(config, "pairs" if pairs else "chats", settings=settings, samples=texts)
     chats = (samples[index] for index in range(len(samples)))
     return open_or_write(folder, lambda: tokenize_chats(chats, folder, tokenizer=tokenizer, pairs=pairs, **options))
 
@@ -161,8 +172,8 @@ def chat_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
     pad = padding_id(config, tokenizer.text_tokenizer)
     if data.packing:
         return PackedTexts(config, training, evaluation, pad=pad)
-    held_out = None if evaluation is None else _ChatRows(evaluation)
-    return dataset_of(_ChatRows(training), held_out, config, collate=partial(pad_rows, padding=pad))
+    held_out = None if evaluation is None else Mapped(evaluation, shifted)
+    return dataset_of(Mapped(training, shifted), held_out, config, collate=partial(pad_rows, padding=pad))
 
 
 def without_images(config: TextJobConfig, read: Callable[[Any], _T], sample: Any) -> _T:
@@ -204,26 +215,6 @@ def note_cuts(file: TokenDocuments, length: int, note: Note, *, what: str) -> No
         )
 
 
-@final
-class _ChatRows:
-    """Conversations of a token file: `input_ids` [n], and `labels` [n] with -100 outside of the assistant's turns."""
-
-    def __init__(self, file: TokenDocuments) -> None:
-        self._file = file
-
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        document = self._file[index]
-        tokens, mask = document["tokens"], document["mask"]
-        return {"input_ids": tokens[:-1], "labels": tokens[1:].masked_fill(~mask[1:], IGNORED_LABEL)}
-
-    def contents_digest(self) -> JsonValue:
-        """Return the contents of the token file."""
-        return contents_of(self._file)
-
-
 def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, Classes]:
     """Return the labeled texts of a job, and its classes. All labels are read once.
 
@@ -242,7 +233,7 @@ def labeled_rows(config: TextJobConfig) -> tuple[DatasetProvider, Classes]:
         classes.number(_label(held_out[index], field))
     tokenizer = text_tokenizer(config)
     convert = partial(_labeled_row, tokenizer, classes, config.dataset)
-    rows = partial(_Converted, convert=convert, tokenizer=tokenizer)
+    rows = partial(Mapped, convert=convert, identity=tokenizer.identity())
     pad = partial(pad_rows, padding=padding_id(config, tokenizer))
     return dataset_of(rows(training), None if evaluation is None else rows(held_out), config, collate=pad), classes
 
@@ -308,10 +299,7 @@ def _text_files(
         def texts() -> Iterator[str]:  # without empty texts, as d9d-tokenize writes them
             return filter(None, (_text(samples[index], data.text_field) for index in range(len(samples))))
 
-        digest = hashlib.sha256(f"{tokenizer.identity()} {end}".encode())
-        for text in texts():
-            digest.update(hashlib.sha256(text.encode()).digest())
-        folder = config.run.folder / "tokens" / f"texts-{digest.hexdigest()[:16]}"
+        folder = cache_folder(config, "texts", settings=f"{tokenizer.identity()} {end}", samples=texts())
         return open_or_write(folder, lambda: tokenize_text(texts(), folder, tokenizer=tokenizer, end_token=end))
 
     return _token_files(config, tokenizer, tokenized, check=partial(_text, field=data.text_field))

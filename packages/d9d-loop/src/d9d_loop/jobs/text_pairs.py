@@ -5,21 +5,23 @@ P: pairs, L: padded length. A batch has `input_ids`, `labels` and `attention_mas
 
 import logging
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor
+from torch.nn.functional import pad
 
 from d9d_dist import UserError
-from d9d_loop.data import ChatData, ChatTokenizer, DataProvider, TokenFile
+from d9d_loop.data import ChatData, DataProvider, TokenFile
 from d9d_loop.data.contents import contents_of
 from d9d_loop.data.conversation import read_pair
-from d9d_loop.data.packed_stream import IGNORED_LABEL
+from d9d_loop.data.packed_stream import IGNORED_LABEL, shifted
 from d9d_loop.data.sample_stream import Samples
 from d9d_loop.data.token_formats import token_format
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_data import (
+    Mapped,
     Note,
     chat_tokenizer,
     dataset_of,
@@ -54,50 +56,33 @@ def pair_rows(config: TextJobConfig, note: Note = _logger.info) -> DataProvider:
         options: dict[str, Any] = {"held_out": evaluation, "too_long": data.too_long, "epochs": config.epochs}
         chosen: dict[str, Any] = {"kind": "pairs", "row_length": data.length, "shuffle": config.data.shuffle}
         return ChatData(training, tokenizer=tokenizer, **options, **chosen)
-    pad = padding_id(config, tokenizer.text_tokenizer)
-    files = [None if each is None else _tokenized(each, config, tokenizer, note) for each in (training, evaluation)]
-    train, held_out = (None if file is None else _PairRows(file, is_scored=config.job == "reward") for file in files)
-    assert train is not None
-    return dataset_of(train, held_out, config, collate=partial(_pad_pairs, padding=pad))
+    padding = padding_id(config, tokenizer.text_tokenizer)
+
+    def tokenized(samples: Samples) -> Mapped:
+        file = tokenized_once(samples, config, tokenizer, pairs=True)
+        note_cuts(file, data.length, note, what="pairs")
+        is_scored = config.job == "reward"
+        margins: JsonValue = file.about.get("margins") if is_scored else None
+        convert = partial(_pair, file, margins, is_scored)
+        return Mapped(range(len(file) // 2), convert, identity=[contents_of(file), margins])
+
+    train, held_out = tokenized(training), None if evaluation is None else tokenized(evaluation)
+    return dataset_of(train, held_out, config, collate=partial(_pad_pairs, padding=padding))
 
 
-def _tokenized(samples: Samples, config: TextJobConfig, tokenizer: ChatTokenizer, note: Note) -> TokenFile:
-    file = tokenized_once(samples, config, tokenizer, pairs=True)
-    note_cuts(file, config.dataset.length, note, what="pairs")
-    return file
+def _pair(file: TokenFile, margins: Any, is_scored: bool, number: int) -> list[dict[str, Tensor]]:
+    """Return `input_ids` and `labels` of both answers of a pair, the chosen one first, int64 [n] each; see `shifted`.
 
-
-@final
-class _PairRows:
-    """Pairs of a token file: `input_ids` and `labels` of both answers, the chosen one first, int64 [n] each.
-
-    Labels are shifted, and -100 outside of the answer. A scored answer has its last token among its inputs, and the
-    margin of its pair as `margins`, float32 [], if the file has margins.
+    A scored answer has its last token among its inputs, and the margin of its pair as `margins`, float32 [], if the
+    file has margins.
     """
-
-    def __init__(self, file: TokenFile, *, is_scored: bool) -> None:
-        self._file, self._is_scored = file, is_scored
-        self._margins: Any = file.about.get("margins") if is_scored else None
-
-    def __len__(self) -> int:
-        return len(self._file) // 2
-
-    def __getitem__(self, index: int) -> list[dict[str, Tensor]]:
-        return [self._row(2 * index), self._row(2 * index + 1)]
-
-    def _row(self, number: int) -> dict[str, Tensor]:
-        document = self._file[number]
-        tokens, mask = document["tokens"], document["mask"]
-        labels = tokens[1:].masked_fill(~mask[1:], IGNORED_LABEL)
-        if self._is_scored:
-            row = {"input_ids": tokens, "labels": torch.cat((labels, labels.new_full((1,), IGNORED_LABEL)))}
-            return row if self._margins is None else {**row, "margins": torch.tensor(self._margins[number // 2])}
-        return {"input_ids": tokens[:-1], "labels": labels}
-
-    def contents_digest(self) -> JsonValue:
-        """Return the contents of the token file."""
-        contents = contents_of(self._file)
-        return contents if self._margins is None else [contents, self._margins]
+    documents = [file[2 * number], file[2 * number + 1]]
+    rows = [shifted(document) for document in documents]
+    if is_scored:
+        for row, document in zip(rows, documents, strict=True):
+            row.update(input_ids=document["tokens"], labels=pad(row["labels"], (0, 1), value=IGNORED_LABEL))
+            row.update({} if margins is None else {"margins": torch.tensor(margins[number])})
+    return rows
 
 
 def _pad_pairs(pairs: list[list[dict[str, Tensor]]], *, padding: int) -> dict[str, Tensor]:

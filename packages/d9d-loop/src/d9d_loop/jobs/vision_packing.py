@@ -3,7 +3,6 @@
 S: samples, B: rows, L: row length, D: dimensions of the model's rotary positions.
 """
 
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_stream import Samples
 from d9d_loop.data.token_file_writer import PartialFolder, write_once
 from d9d_loop.jobs.job_config import TextJobConfig
+from d9d_loop.jobs.text_data import cache_folder
 from d9d_loop.jobs.text_model import auto_class
 from d9d_loop.jobs.text_tasks import PER_TOKEN
 from d9d_loop.model._hugging_face_context import IMAGE_MODELS
@@ -164,10 +164,7 @@ def image_lengths(samples: Samples, collate: Any, config: TextJobConfig) -> list
     """
     data: Any = samples
     chats, indices = (data.dataset, data.indices) if isinstance(data, Subset) else (data, range(len(data)))
-    digest = hashlib.sha256(collate.identity().encode())
-    for index in indices:
-        digest.update(hashlib.sha256(chats.stamp(index).encode()).digest())
-    folder = config.run.folder / "tokens" / f"images-{digest.hexdigest()[:16]}"
+    folder = cache_folder(config, "images", settings=collate.identity(), samples=map(chats.stamp, indices))
 
     def write() -> None:
         replacements: Callable[[tuple[Any, ...]], list[str]] = cache(collate.replacements)
