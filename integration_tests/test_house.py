@@ -437,10 +437,10 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 
 LINES = {
-    "d9d-dist": 9061,
+    "d9d-dist": 9092,
     "d9d-loop": 40729,
     "d9d-metrics": 3985,
-    "d9d-modules": 9445,
+    "d9d-modules": 9370,
     "d9d-moe": 3201,
     "d9d-peft": 2855,
     "d9d-pipeline": 2827,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from d9d_dist.context_parallel._prefix_attention import prefix_attention
 from d9d_dist.context_parallel.blocks import has_flash_kernel
+from d9d_dist.context_parallel.prefix_attention import prefix_attention
 
 
 class Attention(Protocol):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import sdpa_attention
+from d9d_dist.context_parallel.prefix_attention import prefix_attention
 from d9d_modules.attention_backends.backend import AttentionFeatures, AttentionOptions, AttentionRequest
-from d9d_modules.attention_backends.sink_attention import sink_attention
 from d9d_modules.attention_backends.visibility import document_runs, visible
 
 
@@ -49,7 +49,8 @@ class SdpaBackend:
         """See `AttentionBackend`."""
         options, documents_BS, sinks_H = features["options"], features["documents_BS"], features["sinks_H"]
         if sinks_H is not None:
-            return sink_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK, sinks_H)
+            q_BHLK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (_scaled(q_BLHK, options), k_BSGK, v_BSGK))
+            return prefix_attention(q_BHLK, k_BGSK, v_BGSK, sinks_H).transpose(1, 2)
         mask_BLS = features.get("mask_BLS")
         if mask_BLS is not None:
             return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS=documents_BS, mask_BLS=mask_BLS)

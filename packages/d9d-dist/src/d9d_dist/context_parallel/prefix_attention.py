@@ -1,8 +1,8 @@
-"""Attention sinks with flash kernels that do not support them: a sink is one more key whose value is zero.
+"""Causal attention for the last positions of a row, without the [L, S] mask that torch would need, and with sinks.
 
-Let `lse` be the log-sum-exp of the scores over the keys. With the sink the softmax mass of the keys is
-`sigmoid(lse - sink)`, so forward multiplies the output by it. The backward of a flash kernel takes the output and the
-log-sum-exp. If both include the sink, the kernel computes correct gradients.
+An attention sink is one more key whose value is zero. Let `lse` be the log-sum-exp of the scores over the keys. With
+the sink the softmax mass of the keys is `sigmoid(lse - sink)`, so forward multiplies the output by it. The backward of
+a flash kernel takes the output and the log-sum-exp. If both include the sink, the kernel computes correct gradients.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -12,41 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d9d_dist import defer_weight_grad
 from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, default_kernel
 from d9d_dist.gradients.first_derivative import first_derivative_only
+from d9d_dist.split_backward import defer_weight_grad
 
 
-def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tensor) -> Tensor:
-    """Compute causal attention [B, L, H, K] of the last L of S positions, with scale 1/sqrt(K) and a sink per head.
+def prefix_attention(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+    """Return the attention [B, H, L, K] of the last L of S positions, causal over all S positions, scaled by 1/sqrt(K).
 
-    Saves the inputs, the output and the log-sum-exp for backward. A split backward defers the gradient of the sinks
-    like a weight gradient.
+    Merges up to two blocks of the flash kernel. Saves the inputs, the output and the log-sum-exp for backward.
+
+    Args:
+        q_BHLK: Queries of the last L positions.
+        k_BGSK: Keys of all S positions.
+        v_BGSK: Values of all S positions.
+        sinks_H: Logit of the sink of each head. A split backward defers its gradient like a weight gradient.
     """
-    q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
-    sinks_H, slot = defer_weight_grad(sinks_H, q_BHLK, k_BGSK, v_BGSK)
-    return _SinkAttention.apply(q_BHLK, k_BGSK, v_BGSK, sinks_H, slot).transpose(1, 2)
+    slot = None
+    if sinks_H is not None:
+        sinks_H, slot = defer_weight_grad(sinks_H, q_BHLK, k_BGSK, v_BGSK)
+    return _PrefixAttention.apply(q_BHLK, k_BGSK, v_BGSK, sinks_H, slot)
 
 
-class _SinkAttention(torch.autograd.Function):
+class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *sinks: Any) -> Tensor:
-        sinks_H, slot = sinks
+        sinks_H, ctx.slot = sinks
         kernel = default_kernel(q_BHLK, has_documents=False)
         own, *before = _blocks(q_BHLK, k_BGSK, v_BGSK)
         merged = MergedBlocks(*kernel.forward(own))
         for block in before:
             merged.add(*kernel.forward(block), queries=slice(None))
-        sinks_H1 = sinks_H.to(merged.lse_BHL.dtype).unsqueeze(-1)
-        share_BHL1 = torch.sigmoid(merged.lse_BHL - sinks_H1).unsqueeze(-1)
-        out_BHLK = (merged.out_BHLK * share_BHL1).to(q_BHLK.dtype)
-        lse_BHL = torch.logaddexp(merged.lse_BHL, sinks_H1)
+        out_BHLK, lse_BHL = merged.out_BHLK, merged.lse_BHL
+        if sinks_H is not None:
+            sinks_H1 = sinks_H.to(lse_BHL.dtype).unsqueeze(-1)
+            out_BHLK *= torch.sigmoid(lse_BHL - sinks_H1).unsqueeze(-1)
+            lse_BHL = torch.logaddexp(lse_BHL, sinks_H1)
+        out_BHLK = out_BHLK.to(q_BHLK.dtype)
         ctx.save_for_backward(q_BHLK, k_BGSK, v_BGSK, sinks_H, out_BHLK, lse_BHL)
-        ctx.slot = slot
         return out_BHLK
 
     @staticmethod
-    @first_derivative_only("attention with sinks")
+    @first_derivative_only("attention with sinks or context parallelism")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BHLK, k_BGSK, v_BGSK, sinks_H, out_BHLK, lse_BHL = ctx.saved_tensors
         kernel = default_kernel(q_BHLK, has_documents=False)
@@ -64,7 +71,8 @@ class _SinkAttention(torch.autograd.Function):
             return -(weights_BHL * row_BHL).sum(dim=(0, 2)).to(sinks_H.dtype)
 
         grad_k, grad_v = torch.cat(grads_k[::-1], dim=2), torch.cat(grads_v[::-1], dim=2)
-        return sum(grads_q[1:], start=grads_q[0]), grad_k, grad_v, ctx.slot.give(sinks_gradient), None
+        grad_sinks = None if ctx.slot is None else ctx.slot.give(sinks_gradient)
+        return sum(grads_q[1:], start=grads_q[0]), grad_k, grad_v, grad_sinks, None
 
 
 def _blocks(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> list[AttentionBlock]:
