@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from d9d_dist.collectives.tensors import (
     all_gather,
     all_to_all,
     gather,
-    gather_variadic,
     reduce_scatter,
 )
 from d9d_dist.testing import Device, run_ranks
@@ -100,16 +98,11 @@ def _in_groups() -> dict[str, Any]:
             "gather": _as_list(gather(mine, group, dst=1)),
             "reduce_scatter": reduce_scatter(mine, group).tolist(),
             "all_to_all": all_to_all(mine, group).tolist(),
-            "gather_variadic": _as_lists(gather_variadic(mine[: 1 + ctx.rank // 2], group, dst=1)),
         }
 
 
 def _as_list(tensor: Tensor | None) -> list[int] | None:
     return None if tensor is None else tensor.tolist()
-
-
-def _as_lists(tensors: list[Tensor] | None) -> list[list[int]] | None:
-    return None if tensors is None else [tensor.tolist() for tensor in tensors]
 
 
 @pytest.mark.world_size(4)
@@ -122,7 +115,6 @@ def test_collectives_count_ranks_within_the_group(device: Device) -> None:
             "gather": [low, 10 + low, high, 10 + high] if is_last else None,
             "reduce_scatter": [20 + low + high] if is_last else [low + high],
             "all_to_all": [10 + low, 10 + high] if is_last else [low, high],
-            "gather_variadic": [[low], [high, 10 + high]] if is_last else None,
         }
 
 
@@ -151,100 +143,6 @@ def _uneven_all_to_all() -> list[list[int]]:
 def test_all_to_all_with_uneven_sizes(device: Device) -> None:
     for rank, rows in enumerate(run_ranks(_uneven_all_to_all, world_size=3, device=device)):
         assert rows == [[source, rank] for source in range(3) for _ in range(SEND_SIZES[source][rank])]
-
-
-VARIADIC_SHAPES = [
-    [(2, 3), (4, 1), (0, 7)],  # one rank's tensor is empty
-    [(0, 3), (0, 3), (5, 0)],  # all tensors are empty
-    [(3, 3), (3, 3), (3, 3)],  # equal shapes
-    [(), (), ()],
-    [(5,), (0,), (1,)],
-]
-
-
-def _variadic_tensor(case: int, rank: int) -> Tensor:
-    draws = torch.Generator().manual_seed(rank)
-    shape = VARIADIC_SHAPES[case][rank]
-    order = tuple(reversed(range(len(shape))))
-    return torch.randn(tuple(reversed(shape)), dtype=torch.float64, generator=draws).permute(order)
-
-
-def _variadic(dtype: torch.dtype) -> list[bool]:
-    with MeshConfig(data_parallel_shard=-1).build() as ctx:
-        are_right = []
-        for case in range(len(VARIADIC_SHAPES)):
-            expected = [_variadic_tensor(case, rank).to(dtype) for rank in range(3)]
-            mine = expected[ctx.rank].to(ctx.device)
-            gathered = gather_variadic(mine, dst=2)
-            are_right.append(gathered is None if ctx.rank < 2 else _are_equal(gathered, expected))
-        return are_right
-
-
-def _are_equal(found: list[Tensor] | None, expected: list[Tensor]) -> bool:
-    assert found is not None
-    pairs = zip(found, expected, strict=True)
-    return all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.cpu(), y) for x, y in pairs)
-
-
-@pytest.mark.world_size(3)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool], ids=str)
-def test_gather_variadic_returns_tensors_of_different_shapes(dtype: torch.dtype, device: Device) -> None:
-    assert run_ranks(_variadic, dtype, world_size=3, device=device) == [[True] * 5] * 3
-
-
-def _bytes_sent() -> list[tuple[int, int, int]]:
-    """Return the bytes that this rank sends in each case, and the number of collectives."""
-    with MeshConfig(data_parallel_shard=-1).build() as ctx:
-        found = []
-        for case in range(3):
-            with (
-                mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as shapes,
-                mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as parts,
-            ):
-                gather_variadic(_variadic_tensor(case, ctx.rank))
-            (_, header), (_, mine, *_) = shapes.call_args.args, parts.call_args.args
-            found.append((header.nbytes, mine.nbytes, shapes.call_count + parts.call_count))
-        return found
-
-
-def test_no_padding_is_sent() -> None:
-    numels = [[6, 4, 0], [0, 0, 0], [9, 9, 9]]
-    for rank, found in enumerate(run_ranks(_bytes_sent, world_size=3)):
-        assert found == [(8 * 18, 8 * numel[rank], 2) for numel in numels]
-
-
-def _mismatch(kind: str) -> str:
-    with MeshConfig(data_parallel_shard=-1).build() as ctx:
-        mine = torch.zeros(2)
-        if ctx.rank == 1:
-            mine = {"dtype": torch.zeros(2, dtype=torch.int64), "dims": torch.zeros(2, 2)}.get(kind, mine)
-        if kind == "many":
-            mine = torch.zeros((1,) * 17)
-        with pytest.raises(UserError) as caught:
-            gather_variadic(mine)
-        return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (
-            "dtype",
-            "rank 1 of the group has a torch.int64 tensor with 1 dims, but rank 0 has torch.float32 with 1; "
-            "expected the same dtype and number of dims on all ranks, even for empty "
-            "tensors.",
-        ),
-        (
-            "dims",
-            "rank 1 of the group has a torch.float32 tensor with 2 dims, but rank 0 has torch.float32 with 1; "
-            "expected the same dtype and number of dims on all ranks, even for empty "
-            "tensors.",
-        ),
-        ("many", "got tensors of 17 dims; expected at most 16. Reshape them first."),
-    ],
-)
-def test_a_mismatch_is_an_error_on_every_rank(kind: str, message: str) -> None:
-    assert run_ranks(_mismatch, kind, world_size=3) == [message] * 3
 
 
 def _refusals() -> None:

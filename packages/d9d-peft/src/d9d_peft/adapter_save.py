@@ -16,7 +16,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, agree, full_tensor, gather_json
-from d9d_dist.collectives.tensors import gather_variadic
+from d9d_dist.collectives.tree_gather import gather_variadic
 from d9d_peft.adapter import DEFAULT_ADAPTER
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_config import adapter_config

@@ -5,7 +5,6 @@ group. The functions accept non-contiguous tensors and negative dims, do not cha
 contiguous tensors. Supported dtypes are those of the group's backend; gloo does not support float8.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-
-_MAX_DIMS = 16
-# A dtype is sent as its index in this tuple, which is equal in all processes of a job.
-_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
@@ -88,25 +83,6 @@ def all_to_all(
     return received
 
 
-def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[Tensor] | None:
-    """Return the tensors of all ranks, in rank order, on rank `dst`; `None` on other ranks.
-
-    Shapes may differ, dtype and number of dims must not. The returned tensors are views of one storage. Issues an
-    all-gather of the shapes, which synchronizes the host; then an all-to-all in which only `dst` receives data.
-
-    Raises:
-        UserError: On every rank, if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
-    """
-    shapes = _exchange_shapes(tensor, group)
-    is_dst = dist.get_rank(group) == dst
-    send_sizes = [tensor.numel() if rank == dst else 0 for rank in range(len(shapes))]
-    receive_sizes = [shape.numel() if is_dst else 0 for shape in shapes]
-    received = all_to_all(tensor.flatten(), group, send_sizes=send_sizes, receive_sizes=receive_sizes)
-    if not is_dst:
-        return None
-    return [part.view(shape) for part, shape in zip(received.split(receive_sizes), shapes, strict=True)]
-
-
 def host_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for sending host data: the CPU if the group has a CPU backend, else the accelerator."""
     has_cpu = any(backend.startswith("cpu:") for backend in _backends(group))
@@ -121,34 +97,6 @@ def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...
             f"is {tensor.shape[dim]}; expected a multiple of {num_parts}. Pad it to {tensor.shape[dim] + missing}."
         )
     return tensor.tensor_split(num_parts, dim=dim)
-
-
-def _exchange_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[torch.Size]:
-    """Return the shapes of all ranks' tensors. Collective: one all-gather of 144 bytes per rank; synchronizes the host.
-
-    Raises `UserError` on every rank if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
-    """
-    header = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape[:_MAX_DIMS]]
-    header += [0] * (2 + _MAX_DIMS - len(header))
-    mine = torch.tensor(header, device=tensor.device)
-    headers = mine.new_empty((dist.get_world_size(group), len(header)))
-    dist.all_gather_into_tensor(headers.view(-1), mine, group=group)
-    rows = headers.tolist()
-    _check_alike([(_DTYPES[row[0]], row[1]) for row in rows])
-    return [torch.Size(row[2 : 2 + tensor.ndim]) for row in rows]
-
-
-def _check_alike(kinds: list[tuple[torch.dtype, int]]) -> None:
-    usual = max(kinds, key=Counter(kinds).__getitem__)
-    if usual[1] > _MAX_DIMS:
-        raise UserError(f"got tensors of {usual[1]} dims; expected at most {_MAX_DIMS}. Reshape them first.")
-    for rank, (dtype, num_dims) in enumerate(kinds):
-        if (dtype, num_dims) != usual:
-            raise UserError(
-                f"rank {rank} of the group has a {dtype} tensor with {num_dims} dims, but rank "
-                f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same dtype and number of dims "
-                "on all ranks, even for empty tensors."
-            )
 
 
 def _join(parts: Tensor, *, dim: int, stack: bool) -> Tensor:

@@ -1,5 +1,6 @@
-"""All-gather of trees that may differ between ranks in structure, shapes and dtypes."""
+"""Gather of tensors of different shapes, and all-gather of trees that differ in structure, shapes and dtypes."""
 
+from collections import Counter
 from typing import Any, TypeVar
 
 import torch
@@ -9,8 +10,38 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from d9d_dist.collectives.consensus import agree, gather_json
+from d9d_dist.collectives.tensors import all_to_all
+from d9d_dist.errors import UserError
 
 _Tree = TypeVar("_Tree")
+
+
+def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[Tensor] | None:
+    """Return the tensors of all ranks, in rank order, on rank `dst`; `None` on other ranks.
+
+    Shapes may differ, dtype and number of dims must not. The returned tensors are views of one storage. Collective:
+    `gather_json`, which synchronizes the host; then an all-to-all in which only `dst` receives data.
+
+    Raises:
+        UserError: On every rank, if dtypes or numbers of dims differ.
+    """
+    rows = gather_json([str(tensor.dtype), *tensor.shape], group)
+    kinds, shapes = [(dtype, len(shape)) for dtype, *shape in rows], [torch.Size(shape) for _, *shape in rows]
+    usual = max(kinds, key=Counter(kinds).__getitem__)
+    for rank, (dtype, num_dims) in enumerate(kinds):
+        if (dtype, num_dims) != usual:
+            raise UserError(
+                f"rank {rank} of the group has a {dtype} tensor with {num_dims} dims, but rank "
+                f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same dtype and number of dims "
+                "on all ranks, even for empty tensors."
+            )
+    is_dst = dist.get_rank(group) == dst
+    send_sizes = [tensor.numel() if rank == dst else 0 for rank in range(len(shapes))]
+    receive_sizes = [shape.numel() if is_dst else 0 for shape in shapes]
+    received = all_to_all(tensor.flatten(), group, send_sizes=send_sizes, receive_sizes=receive_sizes)
+    if not is_dst:
+        return None
+    return [part.view(shape) for part, shape in zip(received.split(receive_sizes), shapes, strict=True)]
 
 
 def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
-from d9d_dist.collectives.tensors import gather_variadic
+from d9d_dist.collectives.tree_gather import gather_variadic
 from d9d_loop.task import Task
 
 ComputeMetrics: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, float]]
