@@ -300,7 +300,7 @@ _MODULES_OF |= {"fla-core": "fla", "mlflow-skinny": "mlflow", "s3fs": "s3fs fssp
 _WITHOUT_EXTRA = {  # found by `find_spec`; their errors name how each is installed
     "d9d-loop": {"lm_eval", "peft", "timm"},
     "d9d-metrics": {"trackio"},
-    "d9d-moe": {"deep_ep", "grouped_gemm"},
+    "d9d-moe": {"deep_ep"},
 }
 
 
@@ -441,7 +441,7 @@ LINES = {
     "d9d-loop": 40729,
     "d9d-metrics": 3985,
     "d9d-modules": 9370,
-    "d9d-moe": 3201,
+    "d9d-moe": 3152,
     "d9d-peft": 2855,
     "d9d-pipeline": 2827,
     "d9d-state": 8601,

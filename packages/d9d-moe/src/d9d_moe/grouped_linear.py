@@ -1,16 +1,13 @@
 """Grouped matrix product: each group of rows is multiplied by its own matrix, as in a layer of experts.
 
 `torch.nn.functional.grouped_mm` is one kernel for float32, bfloat16 and float16. Rows that are not aligned to 16 bytes
-are padded for this kernel. Other dtypes use a loop over groups ("eager"). The library `grouped_gemm` is used only on
-request.
+are padded for this kernel. Other dtypes use a loop over groups ("eager").
 
 Shape legend: N rows, sorted by group; G groups; I input features; O output features.
 """
 
 import os
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
@@ -24,12 +21,10 @@ from d9d_dist.gradients.first_derivative import first_derivative_only
 from d9d_dist.split_backward import WeightGradHandle
 from d9d_moe.autocast import autocast_inputs
 
-GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
+GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "eager"]
 
 GROUPED_MATMUL_VARIABLE = "D9D_GROUPED_MATMUL"
 """Environment variable with the default backend of `grouped_matmul`."""
-
-GROUPED_GEMM_INSTALL = "TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation grouped_gemm"
 
 _ALIGNMENT = 16
 """Row alignment in bytes that `grouped_mm` requires."""
@@ -74,13 +69,12 @@ def grouped_matmul(
     `SplitBackward` the weight gradient can be deferred. `choose_grouped_matmul` chooses the backend if it is None.
 
     Raises:
-        UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows. If the
-            counts are not integers [G]; on the CPU also if their sum is not N.
+        UserError: If the backend is unknown, or the counts are not integers [G]; on the CPU also if their sum is not N.
     """
     _check_counts(counts_G, num_groups=len(weight_GOI), num_rows=len(x_NI))
     x_NI, weight_GOI = autocast_inputs(x_NI, weight_GOI)
     chosen = choose_grouped_matmul(x_NI) if backend is None else backend
-    _check_backend(chosen, x_NI)
+    check_choice("backend", chosen, GroupedMatmulBackend)
     weight, slot = defer_weight_grad(weight_GOI, x_NI)
     return cast(Tensor, _GroupedMatmul.apply(x_NI, weight, counts_G, slot, chosen))
 
@@ -118,32 +112,6 @@ def choose_grouped_matmul(x_NI: Tensor) -> GroupedMatmulBackend:
     # On meta only shapes are needed, and before torch 2.15 the meta function of grouped_mm took only bfloat16.
     is_supported = not x_NI.is_meta and x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return "grouped_mm" if is_supported and len(x_NI) > 0 else "eager"
-
-
-def _check_backend(backend: str, x_NI: Tensor) -> None:
-    check_choice("backend", backend, GroupedMatmulBackend)
-    if backend != "grouped_gemm":
-        return
-    if find_spec("grouped_gemm") is None:
-        raise UserError(
-            f"backend = 'grouped_gemm', but the package grouped_gemm is not installed. {_grouped_gemm_hint()}"
-        )
-    if x_NI.device.type in ("cpu", "meta") or x_NI.dtype != torch.bfloat16:
-        raise UserError(
-            f"backend = 'grouped_gemm' got {x_NI.dtype} on {x_NI.device.type}; expected torch.bfloat16 on an "
-            "accelerator. Use 'grouped_mm' or 'eager'."
-        )
-
-
-def _grouped_gemm_hint(headers: Path = Path(torch.__file__).parent / "include") -> str:
-    """Return how to install `grouped_gemm`, whose build asks for C++17, for the headers of torch; or what to use."""
-    header = headers / "torch" / "csrc" / "api" / "include" / "torch" / "all.h"
-    if header.is_file() and "202002L" in header.read_text(encoding="utf-8"):
-        return (
-            f"It cannot be built for torch {torch.__version__}: its build asks for C++17, and the headers of torch "
-            "need C++20. Use 'grouped_mm' or 'eager'."
-        )
-    return f"Install it: {GROUPED_GEMM_INSTALL}. Or use 'grouped_mm' or 'eager'."
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -227,31 +195,14 @@ def _eager_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
     return weight_GOI
 
 
-def _grouped_gemm(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
-    """Multiply by the library `grouped_gemm`; it needs the counts on the CPU, a host-device synchronization."""
-    from grouped_gemm.backend import gmm  # noqa: PLC0415  (optional)  # ty: ignore[import-not-found]
-
-    is_transposed = not weight_GIO.is_contiguous()
-    weight = weight_GIO.transpose(1, 2) if is_transposed else weight_GIO
-    return gmm(x_NI, weight, counts_G.cpu(), trans_b=is_transposed)
-
-
-def _grouped_gemm_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
-    from grouped_gemm.backend import gmm  # noqa: PLC0415  (optional)  # ty: ignore[import-not-found]
-
-    return gmm(y_NO, x_NI, counts_G.cpu(), trans_a=True)
-
-
 _PRODUCTS: Mapping[GroupedMatmulBackend, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grouped_mm": _grouped_mm,
-    "grouped_gemm": _grouped_gemm,
     "eager": _eager,
 }
 """Products of rows [N, I] and the matrices of their groups [G, I, O], by backend; the result is [N, O]."""
 
 _OUTER_PRODUCTS: Mapping[GroupedMatmulBackend, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grouped_mm": _grouped_mm_outer,
-    "grouped_gemm": _grouped_gemm_outer,
     "eager": _eager_outer,
 }
 """Per group, the product of the transposed rows [N, O] and the rows [N, I], by backend: weight gradients [G, O, I]."""
