@@ -1,4 +1,4 @@
-"""Fake tensor mode of dry runs, whose cache of operators has short keys, and which keeps values of a batch.
+"""Fake tensor mode of dry runs, which keeps values of a batch.
 
 Models with images read values of their inputs: sizes of images, positions and masks. A tensor of `with_values` has
 them, as torch's constants do, and so have results of operations on such tensors alone.
@@ -31,11 +31,7 @@ def _is_new(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 @final
 class DryRunMode(FakeTensorMode):
-    """Fake tensor mode that describes a dense tensor in a cache key by one tuple.
-
-    `FakeTensorMode` walks a dataclass of 17 fields and nested sizes for each tensor, which takes half of the time of a
-    cached operator. The tuple has the same fields, except those that are constant for dense tensors or follow from the
-    sizes and strides. If a version of torch does not call the overridden method, dry runs are slower, but the same.
+    """Fake tensor mode in which tensors with values have results with values.
 
     Attributes:
         wholes: Values of a rank's parts of rows, and those of the whole rows, by the address of the former.
@@ -78,35 +74,3 @@ class DryRunMode(FakeTensorMode):
         if values is None or values.dtype not in {torch.bool, torch.uint8}:
             return [index]
         return [self.with_values(each.contiguous()) for each in values.nonzero().unbind(1)]
-
-    def _prep_args_for_hash(self, result: list[object], args: Any, *state: Any) -> None:  # ty: ignore[incompatible-method-override]
-        if not isinstance(args, list | tuple):
-            super()._prep_args_for_hash(result, args, *state)
-            return
-        result += (type(args), len(args))
-        for arg in args:
-            if isinstance(arg, list | tuple):
-                self._prep_args_for_hash(result, arg, *state)
-            elif isinstance(arg, FakeTensor) and self._is_dense(arg):
-                result.append(_metadata(arg))
-            else:
-                super()._prep_args_for_hash(result, (arg,), *state)
-
-    def _is_dense(self, tensor: FakeTensor) -> bool:
-        return tensor.fake_mode is self and tensor.constant is None and tensor.layout is torch.strided
-
-
-def _metadata(tensor: FakeTensor) -> tuple[object, ...]:
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.fake_device,
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
-        tensor.requires_grad,
-        tensor.is_quantized,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.is_inference(),
-    )
