@@ -1,3 +1,4 @@
+import fcntl
 import os
 import signal
 import tempfile
@@ -18,13 +19,14 @@ from d9d_dist import UserError
 from d9d_dist.host_lock import host_lock
 from d9d_loop.data import TokenFile, cached_token_file
 from d9d_loop.data.in_fork import in_fork
-from d9d_loop.data.token_file_writer import PartialFolder, write_once
+from d9d_loop.data.token_file_writer import new_folder, write_once
 
 
 def _write_until_killed(target: Path, connection: Connection) -> None:
-    (PartialFolder(target).path / "tokens").write_bytes(b"half of it")
-    connection.send(None)
-    signal.pause()
+    with new_folder(target) as path:
+        (path / "tokens").write_bytes(b"half of it")
+        connection.send(None)
+        signal.pause()
 
 
 def test_leftovers_of_killed_writers_are_removed_and_running_ones_kept(tmp_path: Path) -> None:
@@ -35,49 +37,57 @@ def test_leftovers_of_killed_writers_are_removed_and_running_ones_kept(tmp_path:
     theirs.close()  # the call below ends if the process fails
     ours.recv()
     (left,) = tmp_path.iterdir()
-    beside = PartialFolder(tmp_path / "another")
-    assert set(tmp_path.iterdir()) == {left, beside.path}
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    last = PartialFolder(tmp_path / "one")
-    assert set(tmp_path.iterdir()) == {beside.path, last.path}
-    for partial in (beside, last):
-        partial.publish()
-        partial.close()
+    with new_folder(tmp_path / "another") as beside:
+        assert set(tmp_path.iterdir()) == {left, beside}
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        with new_folder(tmp_path / "one") as last:
+            assert set(tmp_path.iterdir()) == {beside, last}
     assert {path.name for path in tmp_path.iterdir()} == {"one", "another"}
 
 
 def test_folders_of_other_machines_are_kept(tmp_path: Path) -> None:
-    with mock.patch("socket.gethostname", return_value="elsewhere"):
-        other = PartialFolder(tmp_path / "one")
-    os.close(other._descriptor)  # a lock of another machine is not visible here
-    PartialFolder(tmp_path / "one").close()
-    assert list(tmp_path.iterdir()) == [other.path]
+    with mock.patch("socket.gethostname", return_value="elsewhere"), new_folder(tmp_path / "one") as other:
+        pass
+    other.mkdir()  # a lock of another machine is not visible here
+    with new_folder(tmp_path / "two"):
+        pass
+    assert set(tmp_path.iterdir()) == {other, tmp_path / "one", tmp_path / "two"}
 
 
 def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = mock.Mock(side_effect=OSError("no locks available"))
-    monkeypatch.setattr("fcntl.flock", refuse)
-    first, second = PartialFolder(tmp_path / "one"), PartialFolder(tmp_path / "one")
-    assert first.path.exists()
-    for partial in (first, second):
-        partial.close()
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError("no locks available")))
+    with new_folder(tmp_path / "one") as first, new_folder(tmp_path / "two"):
+        assert first.exists()
+    assert set(tmp_path.iterdir()) == {tmp_path / "one", tmp_path / "two"}
 
 
-def test_a_folder_removed_before_its_lock_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([True])
+def test_a_folder_has_the_name_that_others_remove_only_when_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = fcntl.flock
 
-    def take_away(_descriptor: int, _operation: int) -> None:
-        if next(times, False):
-            (taken,) = tmp_path.iterdir()
-            taken.rmdir()
+    def meanwhile(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", locked)
+        with new_folder(tmp_path / "two"):
+            pass
+        locked(descriptor, operation)
 
-    monkeypatch.setattr("fcntl.flock", take_away)
-    partial = PartialFolder(tmp_path / "one")
-    assert list(tmp_path.iterdir()) == [partial.path]
-    partial.close()
+    monkeypatch.setattr("fcntl.flock", meanwhile)
+    with new_folder(tmp_path / "one") as path:
+        assert path.exists()
+    assert set(tmp_path.iterdir()) == {tmp_path / "one", tmp_path / "two"}
+
+
+def test_a_new_folder_has_the_mode_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with new_folder(tmp_path / "one"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "one").stat().st_mode & 0o777 == 0o750
 
 
 TEXTS = [b"one", b"", b"another"]

@@ -10,10 +10,11 @@ import tempfile
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Self, final
+from typing import Any, BinaryIO, Self, final
+from uuid import uuid4
 
 from pydantic import JsonValue
 from torch import Tensor
@@ -68,10 +69,13 @@ class TokenFileWriter:
         self._num_tokens = self._num_documents = 0
 
     def __enter__(self) -> Self:
-        self._partial = PartialFolder(self._folder)
-        self._tokens, self._documents = (_DigestedFile(self._partial.path / name) for name in (TOKENS, DOCUMENTS))
-        self._documents.write(struct.pack("<q", 0))
-        self._masks = _DigestedFile(self._partial.path / MASKS) if self._with_masks else None
+        with ExitStack() as stack:
+            self._path = stack.enter_context(new_folder(self._folder))
+            self._tokens, self._documents = (_DigestedFile(self._path / name) for name in (TOKENS, DOCUMENTS))
+            self._documents.write(struct.pack("<q", 0))
+            self._masks = _DigestedFile(self._path / MASKS) if self._with_masks else None
+            stack.push(self._finish)
+            self._stack = stack.pop_all()
         return self
 
     def append(self, tokens: Sequence[int] | Tensor, *, mask: Sequence[bool] | None = None) -> None:
@@ -107,17 +111,15 @@ class TokenFileWriter:
         """Add metadata to the manifest, such as counts that are known at the end."""
         self._about.update(about)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            files = {TOKENS: self._tokens.finish(), DOCUMENTS: self._documents.finish()}
-            if self._masks is not None:
-                files[MASKS] = self._masks.finish()
-            if kind is None:
-                self._publish(files)
-        finally:
-            self._partial.close()
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
-    def _publish(self, files: dict[str, FileRecord]) -> None:
+    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
+        files = {TOKENS: self._tokens.finish(), DOCUMENTS: self._documents.finish()}
+        if self._masks is not None:
+            files[MASKS] = self._masks.finish()
+        if kind is not None:
+            return
         if not self._num_documents:
             raise UserError(f"{self._folder}: no documents were written; expected at least one. Check the input.")
         manifest = TokenManifest(
@@ -127,10 +129,9 @@ class TokenFileWriter:
             files=files,
             about=self._about,
         )
-        last = _DigestedFile(self._partial.path / MANIFEST)
+        last = _DigestedFile(self._path / MANIFEST)
         last.write(manifest.model_dump_json(indent=2).encode() + b"\n")
         last.finish()
-        self._partial.publish()
 
 
 @final
@@ -242,45 +243,32 @@ def _process_start() -> int:
 _SUFFIX = ".d9d-partial"
 
 
-@final
-class PartialFolder:
-    """New, empty temporary folder (`path`) in the parent folder of `target`, its final path.
+@contextmanager
+def new_folder(target: Path) -> Generator[Path]:
+    """Yield a new, empty folder beside `target`; rename it to `target` at the end, or remove it after an exception.
 
-    The constructor also removes the temporary folders of killed processes of this machine: a writer holds a `flock`,
+    Folders beside `target` that killed processes of this machine left are removed first: a writer holds a `flock`,
     which the operating system releases when the writer dies. On a file system without locks, no folder is removed.
-    Since locks may be local to a machine, a process removes only folders whose name contains its own host name.
+    Since locks may be local to a machine, a process removes only folders whose name contains its own host name. At the
+    end, `OSError` is raised if `target` is a file or a non-empty folder.
     """
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        here = f".{socket.gethostname()}."
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(f".*{_SUFFIX}"):
-            if here in left.name:
-                _remove_abandoned(left)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=f".{target.name}{here}", suffix=_SUFFIX, dir=target.parent))
-            try:
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:  # another process has already removed the folder
-                continue
-            with suppress(OSError):  # the file system does not support locks
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            if self.path.exists():
-                return
-            os.close(self._descriptor)  # another process removed the folder before this one locked it
-
-    def publish(self) -> None:
-        """Rename the folder to its final path. Raise `OSError` if that path is a file or a non-empty folder."""
-        umask = os.umask(0)
-        os.umask(umask)
-        self.path.chmod(0o777 & ~umask)  # mkdtemp creates it with mode 0o700
-        self.path.rename(self._target)
-
-    def close(self) -> None:
-        """Remove the folder unless it was published, and release the lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._descriptor)
+    here = f".{socket.gethostname()}."
+    for left in target.parent.glob(f".*{_SUFFIX}"):
+        if here in left.name:
+            _remove_abandoned(left)
+    unlocked = target.with_name(f".{target.name}{here}{uuid4().hex}")
+    path = unlocked.with_name(f"{unlocked.name}{_SUFFIX}")
+    unlocked.mkdir(parents=True)
+    descriptor = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # the file system does not support locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        unlocked.rename(path)  # others search for this name, so the lock comes first
+        yield path
+        path.rename(target)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _remove_abandoned(folder: Path) -> None:

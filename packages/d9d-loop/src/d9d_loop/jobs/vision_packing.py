@@ -20,7 +20,7 @@ from d9d_loop.data import DataProvider, IndexedStream, PackedStream, SampleStrea
 from d9d_loop.data.contents import contents_of, digest_of
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_stream import Samples
-from d9d_loop.data.token_file_writer import PartialFolder, write_once
+from d9d_loop.data.token_file_writer import new_folder, write_once
 from d9d_loop.jobs.job_config import TextJobConfig
 from d9d_loop.jobs.text_data import cache_folder
 from d9d_loop.jobs.text_model import auto_class
@@ -170,12 +170,8 @@ def image_lengths(samples: Samples, collate: Any, config: TextJobConfig) -> list
         replacements: Callable[[tuple[Any, ...]], list[str]] = cache(collate.replacements)
         sized = map(chats.sized, indices)
         lengths = [0 if sample is None else collate.num_tokens(sample, replacements) for sample in sized]
-        partial = PartialFolder(folder)
-        try:
-            (partial.path / "lengths.json").write_text(json.dumps(lengths))
-            partial.publish()
-        finally:
-            partial.close()
+        with new_folder(folder) as path:
+            (path / "lengths.json").write_text(json.dumps(lengths))
 
     write_once(folder, write)
     return json.loads((folder / "lengths.json").read_text())
