@@ -50,6 +50,34 @@ def test_each_change_of_a_buffer_is_undone_in_the_same_object() -> None:
     assert len(model.get_buffer("frequencies")) == 3, "a cache that forward replaced depends on attributes"
 
 
+def test_a_buffer_that_checkpoints_omit_is_undone_if_a_tensor_of_its_shape_replaced_it() -> None:
+    model = _Model()
+    first, buffers = model.counts, BufferValues(model)
+    for keeps in (False, True):
+        model.counts = model.counts + 1
+        buffers.restore(unless=torch.tensor(keeps))
+        assert model.counts.eq(float(keeps)).all()
+    buffers.restore()
+    assert model.counts is first
+    assert first.eq(0).all()
+
+
+def test_uncounted_writes_to_large_buffers_are_found_by_comparing_the_first_copies() -> None:
+    model = _Model()
+    buffers = BufferValues(model)  # as of a training: refreshed before each step
+    for step in range(3):
+        buffers.refresh()
+        model.table.data.add_(1)
+        if step == 1:
+            buffers.restore()
+            assert model.table.eq(1).all()
+    each_call = BufferValues(model)  # as of a recomputation
+    model.table.data.add_(1)
+    assert not each_call.end_forward()
+    each_call.restore()
+    assert model.table.eq(2).all()
+
+
 def test_a_refresh_copies_the_current_values() -> None:
     model = _Model()
     buffers = BufferValues(model)

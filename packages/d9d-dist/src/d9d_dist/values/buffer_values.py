@@ -4,11 +4,13 @@ Running statistics, expert biases, token counters and codebooks are buffers. A c
 or that undoes a part of it, puts the values of all buffers back. Only this module lists which ones.
 """
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from d9d_dist.errors import check_choice
 from d9d_dist.shards import local_tensor
@@ -18,6 +20,8 @@ Buffers: TypeAlias = Literal["all", "not saved"]
 """All buffers of a model, or only the non-persistent ones, which checkpoints omit."""
 
 _LARGE = 1 << 16  # bytes; smaller buffers are copied even if torch has not counted a write, such as one through `.data`
+_NUM_CHECKS = 4  # the first comparisons may precede the first forward
+_CHECKS: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # of large buffers; -1 if one changed uncounted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +34,31 @@ class _Kept:
         """Return True if the copy is known to equal the buffer."""
         if now is None or self.value is None:
             return now is self.buffer
-        return now is self.buffer and self.value.nbytes >= _LARGE and local_tensor(now)._version == self.version
+        is_counted = now is self.buffer and self.value.nbytes >= _LARGE and local_tensor(now)._version == self.version
+        return is_counted and not _changes_uncounted(now, self.value)
+
+    def pair_with(self, now: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return the local part of a tensor and the copy if they have one shape and dtype; else None."""
+        if now is None or self.value is None:
+            return None
+        local = local_tensor(now)
+        return (local, self.value) if (local.shape, local.dtype) == (self.value.shape, self.value.dtype) else None
+
+
+def _changes_uncounted(buffer: Tensor, value: Tensor) -> bool:
+    """Return True if a large buffer changes by writes that torch does not count. Its first copies are compared."""
+    num, local = _CHECKS.get(buffer, 0), local_tensor(buffer)
+    if 0 <= num < _NUM_CHECKS and type(local) is Tensor and not local.is_meta:
+        num = _CHECKS[buffer] = num + 1 if torch.equal(local.to(value.device), value) else -1
+    return num < 0
 
 
 @final
 class BufferValues:
     """Copies of the buffers of a model, which `restore` puts back into the same tensor objects. No collectives.
 
-    A non-persistent buffer that a forward has replaced by another tensor keeps its value: it is a cache, such as the
-    frequencies of rotary positions, whose validity depends on attributes of its module.
+    A non-persistent buffer that a forward has replaced by a tensor of another shape or dtype keeps its value: it is a
+    cache, such as a table of rotary positions, whose validity depends on attributes of its module.
 
     Args:
         model: Model on its device. Buffers of modules that are added later are not copied.
@@ -87,13 +107,12 @@ class BufferValues:
         """
         for slot, kept in self._kept.items():
             now, is_not_saved = slot.get(), slot.name in slot.module._non_persistent_buffers_set
-            if kept.is_current(now) or (is_not_saved and now is not kept.buffer):
+            pair = kept.pair_with(now)
+            if kept.is_current(now) or (is_not_saved and now is not kept.buffer and pair is None):
                 continue
-            if unless is not None and now is not None and kept.value is not None:
-                local = local_tensor(now)
-                if (local.shape, local.dtype) == (kept.value.shape, kept.value.dtype):
-                    local.copy_(torch.where(unless, local, kept.value))
-                    continue
+            if unless is not None and pair is not None:
+                pair[0].copy_(torch.where(unless, *pair))
+                continue
             if unless is not None and unless:
                 continue
             if kept.buffer is not None and kept.value is not None:
