@@ -118,10 +118,10 @@ def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
     write_tokens(tmp_path / "tokens", DOCUMENTS)
     path = tmp_path / "tokens" / name
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"{name} has \d+ bytes; expected \d+, as recorded in its manifest"):
+    with pytest.raises(UserError, match=rf"{name} has \d+ bytes; expected \d+, as its header, index or manifest says"):
         TokenFile(tmp_path / "tokens")
     path.unlink()
-    with pytest.raises(UserError, match=rf"{name} is missing; expected it beside manifest.json"):
+    with pytest.raises(UserError, match=rf"{name} is missing; expected it beside the other files"):
         TokenFile(tmp_path / "tokens")
 
 

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue, ValidationError
 from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data.contents import digest_of_files
 from d9d_loop.data.document import Document
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _INTEGERS}
 """Dtypes in which tokens are stored, by name."""
@@ -229,17 +230,29 @@ class TokenArray:
 def map_file(path: Path, *, num_bytes: int | None = None) -> mmap.mmap:
     """Map a file into memory, read-only; raise `UserError` if it is missing or empty, or not `num_bytes` long."""
     if not path.is_file():
-        raise UserError(f"{path} is missing; expected a file with tokens. Copy all files.")
+        raise UserError(f"{path} is missing; expected it beside the other files of these tokens. Copy all files.")
     found = path.stat().st_size
     if num_bytes is not None and found != num_bytes:
         raise UserError(
-            f"{path} has {found} bytes; expected {num_bytes}, as its header or index says. It was truncated or "
-            "overwritten: copy or write it again."
+            f"{path} has {found} bytes; expected {num_bytes}, as its header, index or manifest says. It was "
+            "truncated or overwritten: copy or write it again."
         )
     if not found:
         raise UserError(f"{path} is empty; expected a file with tokens. Copy or write it again.")
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def validated(model: type[_Model], path: Path, text: bytes, *, expected: str) -> _Model:
+    """Parse the JSON text of a file; raise `UserError` with the first problem if it is not that of the model."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(
+            f"{path}: {where}: {first['msg']}; expected {expected}. Copy or write the file again."
+        ) from None
 
 
 def unpack(layout: str, file: mmap.mmap, path: Path, offset: int = 0) -> tuple[Any, ...]:

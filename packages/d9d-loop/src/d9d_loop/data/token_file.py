@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal, final
 
 import torch
-from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_dist.errors import may_pass
 from d9d_loop.data.document import Document
-from d9d_loop.data.stored_tokens import TORCH_DTYPES, TokenArray
+from d9d_loop.data.stored_tokens import TORCH_DTYPES, TokenArray, map_file, validated
 
 TokenDtype = Literal["uint16", "uint32"]
 """Storage dtype of tokens: uint16 for vocabularies of up to 65,536 tokens, else uint32."""
@@ -157,7 +157,7 @@ class TokenFile:
         return TokenFile, (self._folder,)
 
     def _map(self, name: str) -> mmap.mmap:
-        path, manifest = self._folder / name, self.manifest
+        manifest = self.manifest
         implied = {
             TOKENS: manifest.num_tokens * manifest.token_bytes,
             DOCUMENTS: (manifest.num_documents + 1) * _OFFSET_BYTES,
@@ -170,21 +170,13 @@ class TokenFile:
                 f"expected {implied}, for {manifest.num_documents} documents with {manifest.num_tokens} tokens of "
                 f"{manifest.dtype}. Write the file again."
             )
-        if not path.is_file():
-            raise UserError(f"{path} is missing; expected it beside {MANIFEST}. Copy the whole folder.")
-        if (found := path.stat().st_size) != implied:
-            raise UserError(
-                f"{path} has {found} bytes; expected {implied}, as recorded in its manifest. It was truncated or "
-                "overwritten: copy or write it again."
-            )
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return map_file(self._folder / name, num_bytes=implied)
 
 
 def _read_manifest(folder: Path) -> TokenManifest:
     path = folder / MANIFEST
     try:
-        return TokenManifest.model_validate_json(path.read_bytes())
+        text = path.read_bytes()
     except OSError as error:
         if may_pass(error):
             raise
@@ -192,9 +184,4 @@ def _read_manifest(folder: Path) -> TokenManifest:
             f"{path} cannot be read ({error.strerror}); expected a folder of tokens. Write one with "
             "`python -m d9d_loop.data`, or TokenFileWriter."
         ) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(
-            f"{path}: {where}: {first['msg']}; expected the manifest of a token file. Write the file again."
-        ) from None
+    return validated(TokenManifest, path, text, expected="the manifest of a token file")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from d9d_dist import UserError
 from d9d_loop.data.megatron_tokens import blocks
-from d9d_loop.data.stored_tokens import TORCH_DTYPES, TokenArray, TokenDocuments, TokenPart, map_file, unpack
+from d9d_loop.data.stored_tokens import TORCH_DTYPES, TokenArray, TokenDocuments, TokenPart, map_file, unpack, validated
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # by magic number: version and dtype
 _LLM_C_HEADER = 1024
@@ -122,16 +122,10 @@ def indexed_parts(folder: Path) -> list[TokenPart]:
     """Open a folder with an `index.json` of MosaicML or of litdata."""
     path = folder / "index.json"
     text = path.read_bytes()
-    try:
-        if b'"shards"' in text:
-            return [_mds_part(folder, shard) for shard in _Mds.model_validate_json(text).shards]
-        return _litdata_parts(folder, _LitData.model_validate_json(text))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(
-            f"{path}: {where}: {first['msg']}; expected an index of MosaicML or litdata. Copy or write it again."
-        ) from None
+    expected = "an index of MosaicML or litdata"
+    if b'"shards"' in text:
+        return [_mds_part(folder, shard) for shard in validated(_Mds, path, text, expected=expected).shards]
+    return _litdata_parts(folder, validated(_LitData, path, text, expected=expected))
 
 
 def _litdata_parts(folder: Path, index: "_LitData") -> list[TokenPart]:
