@@ -206,6 +206,21 @@ def test_perplexity_and_accuracy_equal_a_plain_loop(byte_run: Path, capsys: pyte
     assert got["accuracy"] == right / count
 
 
+@pytest.mark.parametrize(("scale", "loss"), [(1e6, None), (math.nan, "nan")])
+def test_a_model_that_diverged_is_evaluated(
+    scale: float, loss: str | None, byte_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exponential of a loss above 709 is infinite, and JSON has no infinity."""
+    model = load_result(byte_run, device=CPU).model
+    model.lm_head.weight.data *= scale
+    model.save_pretrained(byte_run / "export")
+    (byte_run / "data.txt").write_text("to be or not to be")
+    eval_command.main([str(byte_run), "--data", str(byte_run / "data.txt")])
+    got = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert got["loss"] == loss or got["loss"] > 709
+    assert got["perplexity"] == (loss or "inf")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -46,8 +46,8 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the loss."""
-        return math.exp(self.loss)
+        """Exponential of the loss; infinite above the largest number."""
+        return math.inf if self.loss > math.log(sys.float_info.max) else math.exp(self.loss)
 
 
 def score_texts(result: "LoadedResult", texts: Iterable[str], *, length: int) -> TextScore:
@@ -141,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _score(options: argparse.Namespace, device: "torch.device") -> dict[str, object]:
+    from d9d_metrics.trackers.values import to_json  # noqa: PLC0415 - imports torch
+
     texts = list(islice(data.TextFiles([options.data], field=options.field), options.limit))
     if not texts:
         raise UserError(f"{options.data} contains no text; expected at least one document.")
@@ -150,10 +152,10 @@ def _score(options: argparse.Namespace, device: "torch.device") -> dict[str, obj
     return {
         "model": str(result.adapted or result.folder),
         "data": str(options.data),
-        "loss": score.loss,
-        "perplexity": score.perplexity,
+        "loss": to_json(score.loss),
+        "perplexity": to_json(score.perplexity),
         "accuracy": score.accuracy,
-        "bits_per_byte": score.bits_per_byte,
+        "bits_per_byte": to_json(score.bits_per_byte),
         "tokens": score.num_tokens,
         "documents": len(texts),
         "length": length,
