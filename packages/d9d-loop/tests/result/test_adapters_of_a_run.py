@@ -70,6 +70,44 @@ def test_an_export_is_the_merged_model_of_peft(
         export_command.main([str(run), "--output", str(tmp_path / "out")])
 
 
+def test_adapters_are_not_merged_into_other_weights_than_those_of_the_training(trained: Path, tmp_path: Path) -> None:
+    """Also not those of another shard than the first."""
+    import transformers
+
+    config = transformers.Qwen3Config(**IDS, **GROUPED, tie_word_embeddings=False)
+    base = save_folder(tmp_path / "base", config, "Qwen3ForCausalLM")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(base, max_shard_size="20KB")
+    shards = sorted(base.glob("*-of-*.safetensors"))
+    assert len(shards) > 1
+    (base / "model.safetensors").unlink()
+    run = train(job_config("pretrain", {"folder": base}, trained / "texts.jsonl", tmp_path, adapter=NF4, steps=1))
+    before = shards[-1].read_bytes()
+    shards[-1].write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    text = ["--data", str(trained / "texts.jsonl")]
+    for command, options in ((export_command, []), (chat_command, ["--prompt", "1"]), (eval_command, text)):
+        message = f"the base weights in {base} have changed since the training of {run / 'adapters'}; expected those"
+        with pytest.raises(UserError, match=message):
+            command.main([str(run), *options])
+    assert not (run / "export").exists()
+    export_command.main([str(run), "--base", str(base), "--output", str(tmp_path / "other")])
+    shards[-1].write_bytes(before)
+    export_command.main([str(run)])
+    files = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "other", run / "export")]
+    assert files[0] != files[1]
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapters/adapter_config.json"])
+def test_a_damaged_file_of_a_run_is_not_an_absent_one(name: str, trained: Path, tmp_path: Path) -> None:
+    """Without the configuration of the run, its adapters would be merged into the dense weights."""
+    run = shutil.copytree(trained / "runs" / "pretrain", tmp_path / "run")
+    for text in ('{"a": ', "[]"):
+        (run / name).write_text(text)
+        with pytest.raises(UserError, match=rf"{name} is damaged; expected a JSON object"):
+            export_command.main([str(run), "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("path", "has_peft"), [("runs/pretrain", True), ("runs/pretrain/adapters", False)])
 def test_a_run_with_only_adapters_is_evaluated_as_it_was_trained(
     trained: Path, path: str, has_peft: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ stored in `tokenizer.json` are settings of a call, so they are never applied.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
@@ -266,8 +267,12 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Return the object in a JSON file, or an empty one if there is no file. Raise `UserError` for a damaged file."""
+    with suppress(ValueError):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if isinstance(found, dict):
+            return found
+    raise UserError(f"{path} is damaged; expected a JSON object. Restore the file.")
 
 
 def listed_ids(found: int | Sequence[int | None] | None) -> list[int]:

@@ -31,6 +31,7 @@ Parts: TypeAlias = dict[str, str]
 _Seen: TypeAlias = dict[int, tuple[int, Any]]
 """Number of each described object by its id, and the object, which keeps the id in use."""
 BASE = "the base weights"  # of adapters: the name of their digest
+BASE_FILE = "base_digest.json"  # of a folder of adapters
 _PACKAGES = ("d9d-dist", "d9d-state", "d9d-modules", "d9d-moe", "d9d-pipeline", "d9d-peft", "d9d-metrics", "d9d-loop")
 _STANDARD = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INSTALLED = {Path(path).resolve() for path in (*_STANDARD, *site.getsitepackages(), site.getusersitepackages())}

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, assert_never, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
 from d9d_dist.install_hint import install_hint
+from d9d_loop.engine.code_digest import BASE, BASE_FILE
 from d9d_loop.events import Finished
 from d9d_loop.jobs.job_config import ALL_LINEAR, AdapterConfig
 from d9d_loop.model.disk_mapper import export_mapper
@@ -123,10 +124,11 @@ class AdaptedModel(ModelProvider):
         has_source = source is not None and source.is_dir()
         check_export(folder / "export", extra_files=self.export_files(), source=source if has_source else None)
 
-    def export(self, done: Finished, source: Path | None) -> None:
+    def export(self, done: Finished, source: Path | None, digests: Mapping[str, str]) -> None:
         """Save the adapters to `adapters/`, merge them, and export the model to `export/`. Collective.
 
-        `adapters/` also has the `config.json` of the model, and names `source`, the folder of the base weights.
+        `adapters/` also has the `config.json` of the model, names `source`, the folder of the base weights, and has the
+        digest of these weights at the start, from `digests`.
 
         Adapters of a quantized base are not merged, because merging would round their update. Neither are those of tied
         weights, because merging would untie the model.
@@ -136,7 +138,8 @@ class AdaptedModel(ModelProvider):
         names = {"base_model": base, "task_type": self._task_type}
         self._peft.save_adapters(model, folder / "adapters", self._file_mapper, ctx, **names)
         if ctx.is_main_process:  # the configuration of the adapted model: its classes, for example
-            for name, content in self.export_files().items():
+            of_base = {name: each for name, each in digests.items() if name == BASE}
+            for name, content in {**self.export_files(), BASE_FILE: of_base}.items():
                 (folder / "adapters" / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if self._adapter.base != "dense" or self._tied:
             return
@@ -196,14 +199,8 @@ class AdaptedModel(ModelProvider):
 
     def _method(self) -> Any:
         chosen, peft = self._adapter, self._peft
-        options = {"rank": chosen.rank, "alpha": chosen.alpha, "dropout": chosen.dropout}
-        match chosen.kind:
-            case "lora":
-                method = peft.LoRA(self._target, **options)
-            case "dora":
-                method = peft.DoRA(self._target, **options)
-            case _:
-                assert_never(chosen.kind)
+        kind = {"lora": peft.LoRA, "dora": peft.DoRA}[chosen.kind]
+        method = kind(self._target, rank=chosen.rank, alpha=chosen.alpha, dropout=chosen.dropout)
         return peft.Stack(method, peft.FullTune(_exactly(self._tuned))) if self._tuned else method
 
     def _with_adapters(self, base: StateMapper | None) -> StateMapper:

@@ -9,6 +9,7 @@ from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.config.component import import_function
 from d9d_loop.data import DataProvider
+from d9d_loop.engine.code_digest import source_digests
 from d9d_loop.engine.reference import Reference
 from d9d_loop.events import ConfigReady, Finished
 from d9d_loop.job.trainer import Trainer
@@ -70,9 +71,10 @@ def text_trainer(config: TextJobConfig, *, reads_data: bool = True) -> Trainer:
     source = config.initial_weights or model.initial_weights
     trainer.events.on(ConfigReady, lambda ready: _print(notes, ready))
     if adapted is not None and config.export:
+        digests = source_digests(source, has_adapters=True)
         if not config.run.from_scratch:
             trainer.events.on(ConfigReady, lambda ready: adapted.check_export(config.run.dir, source))
-        trainer.events.on(Finished, lambda done: adapted.export(done, source))
+        trainer.events.on(Finished, lambda done: adapted.export(done, source, digests))
     if config.prompts:
         trainer.events.subscribe(TextSamples(of_model))
     if config.export:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
+from d9d_loop.data.text_tokenizer import read_json
 from d9d_loop.model.export_notes import with_older_entries
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -57,12 +58,14 @@ def find_base(folder: Path, *, base: Path | None = None, weights: BaseWeights = 
     """Find the base model of adapters: `base`, or the folder that the adapters or the configuration of the run names.
 
     Raises:
-        UserError: If there is no such folder, or dequantized weights are chosen and the run quantized none.
+        UserError: If there is no such folder, its weights are not those of the training, and `base` did not choose it,
+            or dequantized weights are chosen and the run quantized none.
     """
     named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     job = read_json(folder.parent / "config.json")
-    model = _section(job, "model").get("folder")
-    found = [Path(each) for each in (base, named, job.get("initial_weights"), model) if isinstance(each, str | Path)]
+    model, adapter = (job[name] if isinstance(job.get(name), dict) else {} for name in ("model", "adapter"))
+    names = (base, named, job.get("initial_weights"), model.get("folder"))
+    found = [Path(each) for each in names if isinstance(each, str | Path)]
     candidates = [base] if base is not None else found
     chosen = next((each for each in candidates if (each / "config.json").is_file()), None)
     if chosen is None:
@@ -71,7 +74,14 @@ def find_base(folder: Path, *, base: Path | None = None, weights: BaseWeights = 
             f"{folder} contains adapters, and their base model is missing: {names}. Nothing is downloaded. Pass "
             "--base FOLDER, the folder of the base model."
         )
-    adapter = _section(job, "adapter")
+    from d9d_loop.engine.code_digest import BASE, BASE_FILE, source_digests  # noqa: PLC0415 - imports torch
+
+    trained = read_json(folder / BASE_FILE).get(BASE)
+    if base is None and trained not in (None, source_digests(chosen, has_adapters=True).get(BASE)):
+        raise UserError(
+            f"{BASE} in {chosen} have changed since the training of {folder}; expected those of the training. Restore "
+            "them, or pass --base FOLDER to use other ones."
+        )
     block_format = None if weights == "dense" else adapter.get("base", "dense")
     if weights == "dequantized" and block_format == "dense":
         raise UserError(
@@ -169,17 +179,3 @@ def _d9d_peft() -> Any:
             f"Install it: {install_hint('d9d-peft')}"
         ) from None
     return d9d_peft
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; empty if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _section(job: dict[str, Any], name: str) -> dict[str, Any]:
-    found = job.get(name)
-    return found if isinstance(found, dict) else {}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from d9d_dist import UserError
 from d9d_loop.cli_main import cli_main
-from d9d_loop.result.adapted_base import ADAPTER_CONFIG, add_base_options, find_base, read_json, save_merged
+from d9d_loop.data.text_tokenizer import read_json
+from d9d_loop.result.adapted_base import ADAPTER_CONFIG, add_base_options, find_base, save_merged
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,18 +10,11 @@ import torch
 
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
+from d9d_loop.data import TextTokenizer
 from d9d_loop.data.chat_template import ChatTemplate, NoChatTemplateError, read_chat_template
 from d9d_loop.data.image_processor import read_processor
-from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, TextTokenizer, listed_ids, read_text_tokenizer
-from d9d_loop.result.adapted_base import (
-    ADAPTER_CONFIG,
-    AdaptedBase,
-    BaseWeights,
-    find_base,
-    load_adapted,
-    load_model,
-    read_json,
-)
+from d9d_loop.data.text_tokenizer import NUM_BYTES, TOKENIZER_FILES, listed_ids, read_json, read_text_tokenizer
+from d9d_loop.result.adapted_base import ADAPTER_CONFIG, AdaptedBase, BaseWeights, find_base, load_adapted, load_model
 
 
 @final
