@@ -2,8 +2,8 @@
 
 import random
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from d9d_dist.values.seeds import HostRandom
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
-_OTHER = object()  # the value of an attribute that is not plain, which is left alone
+_OTHER = object()  # the value of an attribute that is left alone
 
 
 def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) -> None:
@@ -56,58 +56,58 @@ def _repeatable(
 
     The copies of buffers are made outside of the contexts of the first call and of the later calls.
     """
-    start: BufferValues | None = None
-    written: list[Slot] = []
-    begin = _State(module, plain=True)
+    start: _State | None = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal start, written
+        nonlocal start
         if start is None:
-            start = BufferValues(module)
+            start = _State(module)
             with first:
                 outputs = forward(*args, **kwargs)
-            written = start.end_forward()
+            start.end_forward()
             return outputs
-        now, buffers, other = BufferValues(module), [slot.get() for slot in written], _State(module, plain=False)
-        start.restore()
-        begin.restore()
-        for slot in written:  # the graph keeps the values of this forward
-            slot.put(getattr(slot.module, slot.name).clone())
-        try:
-            with again:
-                return forward(*args, **kwargs)
-        finally:
-            for slot, buffer in zip(written, buffers, strict=True):
-                slot.module._buffers[slot.name] = buffer
-            now.restore()
-            other.restore()
+        with start.restored(), again:
+            return forward(*args, **kwargs)
 
     return run
 
 
 @final
 class _State:
-    """Copy of the random states, modes and attributes of a module and its parts; of torch's layers, only of floats.
+    """Buffers, random states, modes and attributes of a module and its parts, as they are now."""
 
-    Args:
-        plain: True to hold only numbers, flags and texts. A graph that holds the copy must not keep other attributes.
-    """
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._buffers, self._host = module, BufferValues(module), HostRandom.now()
+        self._written: list[Slot] = []
+        self._modes = [(each, each.training) for each in module.modules()]
+        self._attributes = [
+            (vars(each), {key: value for key, value in vars(each).items() if key not in _OF_MODULES})
+            for each, _ in self._modes
+        ]
+        self._generators = [reset for _, held in self._attributes for reset in map(_reset_of, held.values()) if reset]
 
-    def __init__(self, module: nn.Module, *, plain: bool) -> None:
-        modules = list(module.modules())
-        self._plain, self._host, self._modes = plain, HostRandom.now(), [(each, each.training) for each in modules]
-        self._generators: list[Callable[[], object]] = []
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for each in modules:
-            held = {key: value for key, value in vars(each).items() if key not in _OF_MODULES}
-            kinds = float if type(each).__module__.startswith("torch.nn.modules.") else _PLAIN
-            self._generators += filter(None, map(_reset_of, held.values()))
-            if plain or kinds is float:
-                held = {key: value if isinstance(value, kinds) else _OTHER for key, value in held.items()}
-            self._attributes.append((vars(each), held))
+    def end_forward(self) -> None:
+        """Drop what a graph must not keep: copies of large buffers that were not written, and attributes not plain."""
+        self._written = self._buffers.end_forward()
+        for _, held in self._attributes:
+            held.update((key, _OTHER) for key, value in held.items() if not isinstance(value, _PLAIN))
 
-    def restore(self) -> None:
-        """Set generators, modes and attributes to the values of the copy, and delete new attributes."""
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Set this state for the body, and then the current one. Tensors of the graph keep the values of the body."""
+        now, own = _State(self._module), [(slot, slot.get()) for slot in self._written]
+        self._set()
+        for slot in self._written:
+            slot.put(getattr(slot.module, slot.name).clone())
+        try:
+            yield
+        finally:
+            for slot, tensor in own:
+                slot.module._buffers[slot.name] = tensor
+            now._set()
+
+    def _set(self) -> None:
+        self._buffers.restore()
         self._host.restore()
         for reset in self._generators:
             reset()
@@ -116,8 +116,7 @@ class _State:
                 module.training = mode
         for attributes, held in self._attributes:
             for key in attributes.keys() - _OF_MODULES - held.keys():
-                if not self._plain or isinstance(attributes[key], _PLAIN):
-                    del attributes[key]
+                del attributes[key]
             for key, value in held.items():
                 if value is not _OTHER and attributes.get(key, _OTHER) is not value:
                     attributes[key] = value
