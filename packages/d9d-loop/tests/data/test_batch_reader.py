@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from d9d_loop.data import DataError, SubsetStream
+from d9d_loop.data import DataError, IndexedStream
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 
@@ -29,7 +29,7 @@ def _jobs() -> Iterator[ReadJob]:
 
 def _reader(num_workers: int) -> BatchReader:
     return BatchReader(
-        SubsetStream(_Squares()),
+        IndexedStream(_Squares(), seed=0),
         default_collate,
         _jobs(),
         seed=0,
@@ -58,10 +58,10 @@ def test_reads_the_batches_in_order_and_ends(num_workers: int) -> None:
 )
 def test_a_sample_that_is_none_is_named(missing: Any, message: str) -> None:
     samples = [{"value": 0}, {"value": 1}, missing, {"value": 3}]
-    reader = SampleReader(SubsetStream(samples), default_collate)
+    reader = SampleReader(IndexedStream(samples, seed=0), default_collate)
     with pytest.raises(DataError, match=rf"the 4 samples from sample 0 .* could not be collated: .*\. {message}"):
         reader(ReadJob(0, [0, 1, 2, 3]))
-    kept = SampleReader(SubsetStream(samples), lambda each: default_collate([one for one in each if one]))
+    kept = SampleReader(IndexedStream(samples, seed=0), lambda each: default_collate([one for one in each if one]))
     assert missing is not None or len(kept(ReadJob(0, [0, 1, 2, 3]))["value"]) == 3
 
 
@@ -90,7 +90,7 @@ def test_draws_of_a_sample_depend_only_on_its_position(size: int, num_workers: i
     jobs = [ReadJob(start, list(range(start, start + size))) for start in range(0, 12, size)]
 
     def read(jobs: list[ReadJob], num_workers: int) -> list[list[torch.Tensor]]:
-        stream, place, device = SubsetStream(_Augmented()), (lambda batch: batch), torch.device("cpu")
+        stream, place, device = IndexedStream(_Augmented(), seed=0), (lambda batch: batch), torch.device("cpu")
         with closing(
             BatchReader(stream, _with_noise, iter(jobs), seed=7, place=place, device=device, num_workers=num_workers)
         ) as batches:

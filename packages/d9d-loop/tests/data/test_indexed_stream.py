@@ -4,6 +4,7 @@ from example_streams import assert_resumes_anywhere, lists_stream
 
 from d9d_dist import UserError
 from d9d_loop.data import IndexedStream
+from d9d_loop.data.indexed_stream import held_out_stream
 from d9d_loop.data.sample_order import SampleOrder
 
 
@@ -34,6 +35,41 @@ def test_refuses_an_unknown_length(sample: object) -> None:
         IndexedStream([sample], seed=0).length(0)
 
 
+@pytest.mark.parametrize("period", [2, 4, 10, 20])
+def test_a_subset_of_periodic_data_has_every_kind(period: int) -> None:
+    """Every 20th sample of alternating classes would be of one class."""
+    stream = held_out_stream(range(2000), 200)
+    chosen = stream.cursor().take(2000)
+    counts = [sum(index % period == kind for index in chosen) for kind in range(period)]
+    mean = 200 / period
+    assert all(abs(count - mean) < 5 * mean**0.5 for count in counts)
+    shuffled = IndexedStream(range(2000), seed=5, epochs=2, subset=200).cursor()
+    first, second = shuffled.take(2000), shuffled.take(2000)
+    assert sorted(first) == sorted(second) == chosen
+    assert first != second
+
+
+def test_a_subset_resumes_and_reads() -> None:
+    stream = held_out_stream([[number] * number for number in range(10)], 5)
+    entries = assert_resumes_anywhere(stream, 5)
+    assert entries == sorted(set(entries))
+    assert stream.cursor({"position": 5}).take(1) == []
+    assert stream.num_batches(2) == 3
+    assert (stream.read(4), stream.length(4)) == ([4] * 4, 4)
+
+
+@pytest.mark.parametrize("subset", [None, 10, 11])
+def test_a_subset_of_all_samples_is_the_dataset(subset: int | None) -> None:
+    stream, whole = IndexedStream(range(10), seed=1, subset=subset), IndexedStream(range(10), seed=1)
+    assert stream.cursor().take(25) == whole.cursor().take(25)
+    assert stream.identity() == whole.identity()
+
+
+def test_a_subset_has_a_sample() -> None:
+    with pytest.raises(UserError, match=r"subset = 0; expected at least 1, or None"):
+        IndexedStream(range(3), seed=0, subset=0)
+
+
 def test_refuses_empty_data() -> None:
     with pytest.raises(UserError, match=r"got 0 samples; expected 1 to 2\^62"):
         IndexedStream([], seed=0)
@@ -45,6 +81,7 @@ def test_the_identity_of_an_indexed_stream_depends_on_length_seed_and_shuffling(
         IndexedStream([0, 1], seed=0),
         IndexedStream([0], seed=1),
         IndexedStream([0], seed=0, shuffle=False),
+        IndexedStream([0, 1], seed=0, subset=1),
     ]
     identities = [order.identity() for order in orders]
     assert all(one != other for number, one in enumerate(identities) for other in identities[:number])

@@ -26,6 +26,8 @@ from d9d_loop.data import (
     TokenizedStream,
 )
 from d9d_loop.data.sample_order import SampleOrder
+from d9d_loop.data.sample_reader import ReadJob
+from d9d_loop.data.stream_loader import plan_steps
 
 GLOBAL_SIZE = 12
 SHARES = [  # (microbatch size, microbatches, ranks) with the same global size
@@ -138,6 +140,38 @@ def test_prefetched_samples_are_not_lost(num_workers: int) -> None:
         for loader in loaders:
             loader.close()
     assert seen == expected
+
+
+@given(
+    data_size=st.integers(1, 60),
+    num_samples=st.none() | st.integers(1, 70),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5)),
+    epochs=st.integers(1, 2),
+)
+def test_every_sample_is_planned_once_in_equally_many_jobs(
+    data_size: int, num_samples: int | None, sizes: tuple[int, int, int], epochs: int
+) -> None:
+    size, num_microbatches, num_ranks = sizes
+    stream = IndexedStream(range(data_size), seed=3, epochs=epochs)
+    shares = [Share(size, num_microbatches, rank, num_ranks) for rank in range(num_ranks)]
+    of_ranks = [list(plan_steps(stream.cursor(), share, num_samples=num_samples)) for share in shares]
+    order, position = SampleOrder(data_size, seed=3).take(0, epochs * data_size)[:num_samples], 0
+    for steps in zip(*of_ranks, strict=True):
+        ((num_in_step, *_),) = [{found for _, _, found in steps}]
+        expected = order[position : position + num_in_step]
+        jobs = [job for found, num_own, _ in steps for job in found[:num_own]]
+        jobs.sort(key=lambda job: job.position)
+        assert [entry for job in jobs for entry in job.entries] == expected
+        assert [job.position for job in jobs] == list(range(position, position + num_in_step, size))
+        assert {len(job.entries) for job in jobs[:-1]} <= {size}
+        assert {len(found) for found, _, _ in steps} == {num_microbatches}
+        stand_ins = [job for found, num_own, _ in steps for job in found[num_own:]]
+        assert all(job == ReadJob(position, expected[:1]) for job in stand_ins)
+        position += num_in_step
+    assert position == len(order)
+    assert len(of_ranks[0]) == sum(
+        -(-len(order[start : start + data_size]) // shares[0].global_size) for start in range(0, len(order), data_size)
+    )
 
 
 class _Draws:

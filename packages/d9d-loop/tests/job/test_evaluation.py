@@ -1,5 +1,5 @@
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import ContextSplit, DistributedContext, MeshConfig
+from d9d_dist import ContextSplit, DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Evaluator, FunctionProvider, Loss, Task
-from d9d_loop.data import IndexedStream, SubsetStream
+from d9d_loop.data import IndexedStream, IteratedStream
+from d9d_loop.data.indexed_stream import held_out_stream
 from d9d_metrics import Max, Metric
 
 NUM_SAMPLES = 7
@@ -82,7 +83,7 @@ def test_every_sample_counts_once(ctx: DistributedContext, batch_size: int) -> N
 
 @pytest.mark.parametrize("num_samples", [3, 100])
 def test_takes_a_subset_of_the_data(ctx: DistributedContext, num_samples: int) -> None:
-    chosen = SubsetStream(range(NUM_SAMPLES), num_samples).cursor().take(NUM_SAMPLES)
+    chosen = held_out_stream(range(NUM_SAMPLES), num_samples).cursor().take(NUM_SAMPLES)
     assert _evaluator(_Net(), ctx, num_samples=num_samples)() == pytest.approx(_expected(chosen), rel=1e-12)
 
 
@@ -147,6 +148,35 @@ def test_samples_are_divided_over_ranks(world_size: int, batch_size: int) -> Non
     """Three batches: with two ranks one rank has an uncounted repeated sample, with four one rank has only that."""
     expected = pytest.approx(_expected(), rel=1e-9)
     assert run_ranks(_on_ranks, batch_size, world_size=world_size) == [expected] * world_size
+
+
+def _epochs_on_ranks() -> dict[str, float]:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        stream = IndexedStream(_samples()[:5], seed=0, epochs=2)
+        options: dict[str, Any] = {"task": _Weighted(), "collate": default_collate, "num_samples": None, "ctx": ctx}
+        return Evaluator(_Net(), stream, batch_size=2, **options)()
+
+
+def test_stand_ins_between_epochs_do_not_count() -> None:
+    """The second rank has no sample in the second of the three batches of an epoch."""
+    assert run_ranks(_epochs_on_ranks, world_size=2) == [pytest.approx(_expected(range(5)), rel=1e-9)] * 2
+
+
+class _NoSamples:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("samples", [[], IteratedStream(lambda epoch: _NoSamples(), name="none", epochs=1)])
+def test_data_without_a_sample_are_an_error(ctx: DistributedContext, samples: Any) -> None:
+    with pytest.raises(UserError, match=r"(got 0 samples|evaluation data are empty); expected .*Check the path"):
+        Evaluator(_Net(), samples, task=_Weighted(), collate=list, num_samples=None, batch_size=2, ctx=ctx)
 
 
 class _Noisy(_Weighted):

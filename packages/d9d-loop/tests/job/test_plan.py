@@ -200,6 +200,15 @@ def test_data_must_not_be_empty(tmp_path: Path) -> None:
     _refused(tmp_path, message.format("evaluation data"), evaluation_data=[])
 
 
+def test_evaluation_data_must_end(tmp_path: Path) -> None:
+    endless = IndexedStream(DATA, seed=0)
+    message = r"the evaluation data are an endless stream; expected a finite one, .* Pass epochs=1 .*num_samples\."
+    _refused(tmp_path, message, evaluation_data=endless)
+    for data, sections in ((endless, {"num_samples": 2}), (IndexedStream(DATA, seed=0, epochs=1), {})):
+        provider, config = DatasetProvider(DATA, evaluation=data), _config(tmp_path, evaluation=sections)
+        assert plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=provider).evaluation_data is data
+
+
 def test_the_run_folder_may_not_be_under_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file", encoding="utf-8")
     where = re.escape(str(tmp_path / "runs"))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.document import Pair as Pair
     from d9d_loop.data.document_stream import DocumentStream as DocumentStream
     from d9d_loop.data.document_stream import TokenizedStream as TokenizedStream
-    from d9d_loop.data.evaluation_pass import SubsetStream as SubsetStream
     from d9d_loop.data.indexed_stream import IndexedStream as IndexedStream
     from d9d_loop.data.iterated_stream import IteratedStream as IteratedStream
     from d9d_loop.data.iterated_stream import StatefulIterable as StatefulIterable

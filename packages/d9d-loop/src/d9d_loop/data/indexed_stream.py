@@ -27,9 +27,11 @@ class IndexedStream(SampleStream):
         length: Function that returns the length of the sample at an index. The default reads the sample and applies
             `len`, which requires a tensor or a sequence.
         epochs: Number of epochs; None repeats them without end.
+        subset: Number of samples of a pseudorandom subset to read, which depends only on the two numbers of samples: a
+            regular order of the data, such as alternating classes, has no effect. None or a larger number reads all.
 
     Raises:
-        UserError: If the dataset is empty, or `epochs` is below 1.
+        UserError: If the dataset is empty, or `epochs` or `subset` is below 1.
     """
 
     def __init__(
@@ -40,21 +42,27 @@ class IndexedStream(SampleStream):
         shuffle: bool = True,
         length: Callable[[int], int] | None = None,
         epochs: int | None = None,
+        subset: int | None = None,
     ) -> None:
-        self._samples, self._length = samples, length
-        self._order = SampleOrder(len(samples), seed=seed, shuffle=shuffle)
-        self._end, self.is_endless = end_of_epochs(epochs, len(samples)), epochs is None
+        self._samples, self._length, self._size, self._subset = samples, length, len(samples), None
         self._sizes: dict[str, JsonValue] = {"samples": len(samples), "seed": seed, "shuffle": shuffle}
+        if subset is not None and subset < len(samples):
+            if subset < 1:
+                raise UserError(f"subset = {subset}; expected at least 1, or None for all samples.")
+            self._size, self._subset = subset, sorted(SampleOrder(len(samples), seed=0).take(0, subset))
+            self._sizes["subset"] = subset
+        self._order = SampleOrder(self._size, seed=seed, shuffle=shuffle)
+        self._end, self.is_endless = end_of_epochs(epochs, self._size), epochs is None
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor at `state`, by default at the beginning, in O(1)."""
-        return OrderCursor(self._order.take, state, end=self._end, epoch=len(self._samples))
+        return OrderCursor(self._take, state, end=self._end, epoch=self._size)
 
     def num_batches(self, size: int, state: Any = None) -> int:
         """Return the number of batches, in constant time."""
         assert self._end is not None, "an endless stream has no number of batches"
         position = 0 if state is None else state["position"]
-        left, epoch = max(self._end - position, 0), len(self._samples)
+        left, epoch = max(self._end - position, 0), self._size
         return left // epoch * -(-epoch // size) + -(-(left % epoch) // size)
 
     def read(self, entry: int) -> Any:
@@ -68,12 +76,23 @@ class IndexedStream(SampleStream):
         return measured_length(self._samples[entry])
 
     def identity(self) -> JsonValue:
-        """Return the dataset size, its contents (see `contents_of`), the seed, and the `shuffle` flag."""
+        """Return the sizes of the dataset and the subset, the contents (see `contents_of`), the seed, and `shuffle`."""
         return {"indexed": {**self._sizes, "contents": self._contents}}
+
+    def _take(self, start: int, stop: int) -> list[int]:
+        taken = self._order.take(start, stop)
+        return taken if self._subset is None else [self._subset[index] for index in taken]
 
     @cached_property
     def _contents(self) -> JsonValue:
         return contents_of(self._samples)
+
+
+def held_out_stream(data: Samples | SampleStream, num_samples: int | None = None) -> SampleStream:
+    """Return a finite stream of a dataset, or of a subset of it, in order; return a stream unchanged."""
+    if isinstance(data, SampleStream):
+        return data
+    return IndexedStream(data, seed=0, shuffle=False, epochs=1, subset=num_samples)
 
 
 def end_of_epochs(epochs: int | None, num_samples: int) -> int | None:

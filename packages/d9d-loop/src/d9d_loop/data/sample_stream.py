@@ -96,11 +96,3 @@ class SampleStream(ABC):
     @abstractmethod
     def identity(self) -> JsonValue:
         """Return everything that determines the order, as JSON. Resuming with another identity is an error."""
-
-
-def take_entries(cursor: Cursor, num_entries: int) -> list[Entry]:
-    """Return the next entries, also of several epochs; fewer only at the end of a finite stream."""
-    taken: list[Entry] = []
-    while len(taken) < num_entries and (more := cursor.take(num_entries - len(taken))):
-        taken += more
-    return taken

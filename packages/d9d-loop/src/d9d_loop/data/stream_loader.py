@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from d9d_dist import UserError
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.sample_reader import ReadJob
-from d9d_loop.data.sample_stream import Collate, SampleStream
+from d9d_loop.data.sample_stream import Collate, Cursor, SampleStream
 
 
 @final
@@ -160,15 +160,28 @@ class StreamLoader:
 
     def _jobs(self) -> Iterator[ReadJob]:
         """Yield this rank's read jobs, step by step, and append the end of each step to `_places`."""
-        size, global_size, starts = self._share.microbatch_size, self._share.global_size, self._share.starts()
-        position, cursor = self._used["position"], self._stream.cursor(self._used["stream"])
-        while entries := cursor.take(global_size):
-            jobs = [ReadJob(position + start, entries[start : start + size]) for start in starts]
-            own = [job for job in jobs if job.entries]
-            used = {"position": position + len(entries), "stream": cursor.state_dict()}
-            self._places.append((used, len(own), len(entries) <= global_size - size))
-            yield from own
-            # In the last step of a finite stream, some ranks have fewer samples. They run stand-ins, because all ranks
-            # must issue the same collectives.
-            yield from [ReadJob(position, entries[:1])] * (len(jobs) - len(own))
-            position += len(entries)
+        share, position, cursor = self._share, self.position, self._stream.cursor(self.cursor_state)
+        for jobs, num_own, num_samples in plan_steps(cursor, share, position=position):
+            position += num_samples
+            has_stand_ins = num_samples <= share.global_size - share.microbatch_size
+            self._places.append(({"position": position, "stream": cursor.state_dict()}, num_own, has_stand_ins))
+            yield from jobs
+
+
+def plan_steps(
+    cursor: Cursor, share: Share, *, position: int = 0, num_samples: int | None = None
+) -> Iterator[tuple[list[ReadJob], int, int]]:
+    """Yield, for each step, the read jobs of a rank, how many of them are no stand-ins, and the samples of all ranks.
+
+    Every rank plans the whole stream. A rank gets a job for each of its microbatches, because all ranks must issue the
+    same collectives. At the end of an epoch of a finite stream, or of `num_samples` samples, jobs of a rank may be
+    smaller, and its last ones may be stand-ins: the first sample of the step, whose results must be ignored.
+
+    `position` is that of the cursor in the global order. The steps end at position `num_samples`, or with the stream.
+    """
+    size, most = share.microbatch_size, share.global_size
+    while entries := cursor.take(most if num_samples is None else min(most, num_samples - position)):
+        jobs = [ReadJob(position + start, entries[start : start + size]) for start in share.starts()]
+        own = [job for job in jobs if job.entries]
+        yield [*own, *[ReadJob(position, entries[:1])] * (len(jobs) - len(own))], len(own), len(entries)
+        position += len(entries)

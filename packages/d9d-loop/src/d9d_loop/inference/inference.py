@@ -19,8 +19,8 @@ from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.contents import digest_of, identity_of
 from d9d_loop.data.data_provider import as_samples
-from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import read_apart
+from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.sample_reader import ReadJob
 from d9d_loop.data.sample_stream import Collate, Samples
 from d9d_loop.engine.code_digest import describe_code, source_digests
@@ -202,7 +202,7 @@ class Inference:
         counts = [max(len(self._batches_of(each)) for each in at_once) for at_once in own]
         padded = [[*found, *[[0]] * (count - len(found))] for found, count in zip(indices, counts, strict=True)]
         batches = BatchReader(
-            SubsetStream(self._data),
+            IndexedStream(self._data, seed=0, shuffle=False),
             self._collate,
             (ReadJob(batch[0], batch) for of_a_part in padded for batch in of_a_part),
             seed=config.seed,

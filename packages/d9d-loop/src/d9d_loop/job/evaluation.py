@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from d9d_dist import DistributedContext, UserError
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.evaluation_pass import SubsetStream, plan_pass
+from d9d_loop.data.indexed_stream import held_out_stream
 from d9d_loop.data.sample_stream import Collate, Samples, SampleStream
+from d9d_loop.data.stream_loader import Share, plan_steps
 from d9d_loop.engine.pipeline import Pipeline
 from d9d_loop.engine.reference import FrozenReference
 from d9d_loop.engine.scores import reference_values
@@ -51,16 +52,13 @@ class Evaluator:
     ) -> None:
         self._seed, self._task, self._ctx, self._compute, self._reference = seed, task, ctx, compute, reference
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
-        if not isinstance(samples, SampleStream):
-            samples, num_samples = SubsetStream(samples, num_samples), None
-        self._stream, self._collate = samples, collate
-        self._jobs, self._num_real = plan_pass(
-            samples,
-            batch_size=batch_size,
-            dp_rank=ctx.coordinate("batch", "dp"),
-            dp_size=ctx.size("batch", "dp"),
-            num_samples=num_samples,
-        )
+        self._stream, self._collate = held_out_stream(samples, num_samples), collate
+        share = Share(batch_size, dp_rank=ctx.coordinate("batch", "dp"), dp_size=ctx.size("batch", "dp"))
+        steps = plan_steps(self._stream.cursor(), share, num_samples=num_samples)
+        batches = [(job, num_own == 0) for (job,), num_own, _ in steps]
+        if not batches:
+            raise UserError("the evaluation data are empty; expected at least one sample. Check the path of the data.")
+        self._jobs, self._is_stand_in = zip(*batches, strict=True)
         self._place = BatchPlacement(task, ctx)
 
     def __call__(self) -> dict[str, float]:
@@ -78,7 +76,7 @@ class Evaluator:
 
         def take(outputs: Any, index: int, batch: Any) -> None:
             batch = {**batch, **of_reference[index]} if index in of_reference else batch
-            is_padding = index >= self._num_real
+            is_padding = self._is_stand_in[index]
             if self._compute is not None:
                 predictions.add(outputs, batch, is_padding=is_padding)
             if not is_padding:

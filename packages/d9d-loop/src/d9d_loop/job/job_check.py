@@ -11,7 +11,7 @@ from torch import nn
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data import DataProvider, DatasetProvider
+from d9d_loop.data import DataProvider, DatasetProvider, Samples, SampleStream
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.disk_mapper import export_mapper
 from d9d_loop.model.model_check import stand_in_problem
@@ -66,19 +66,27 @@ def check_trainable(model: nn.Module) -> None:
         )
 
 
-def check_evaluation(config: TrainerConfig, *, evaluates: bool) -> None:
-    """Raise `UserError` if a job is to evaluate, but has no evaluation data."""
+def check_evaluation(config: TrainerConfig, data: Samples | SampleStream | None) -> None:
+    """Raise `UserError` if a job is to evaluate, but its evaluation data are absent, empty or endless."""
     every = config.evaluation.every
-    if not evaluates and every != type(config.evaluation).model_fields["every"].default:
+    if data is None and every != type(config.evaluation).model_fields["every"].default:
         raise UserError(
             f"evaluation.every = {every}, but there are no evaluation data; expected some. Pass evaluation_data to the "
             "Trainer, return them from DataProvider.evaluation, or remove evaluation.every."
         )
-    if config.evaluation.only and not evaluates:
+    if config.evaluation.only and data is None:
         raise UserError(
             "evaluation.only = true, but there are no evaluation data; expected some. Pass evaluation_data to the "
             "Trainer, or return them from DataProvider.evaluation."
         )
+    if isinstance(data, SampleStream):
+        if data.is_endless and config.evaluation.num_samples is None:
+            raise UserError(
+                "the evaluation data are an endless stream; expected a finite one, or a number of samples. Pass "
+                "epochs=1 to the stream that reads them, or set evaluation.num_samples."
+            )
+    elif data is not None and len(data) == 0:
+        raise UserError("the evaluation data are empty; expected at least one sample. Check the path of the data.")
 
 
 def check_schedule(schedule: Schedule, mesh: MeshConfig, *, name: str) -> None:

@@ -12,8 +12,8 @@ from d9d_dist import Launch, MeshConfig, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.data.contents import check_repeatable, identity_of
-from d9d_loop.data.evaluation_pass import SubsetStream, check_evaluation_data
 from d9d_loop.data.in_fork import read_apart
+from d9d_loop.data.indexed_stream import held_out_stream
 from d9d_loop.data.sample_stream import Entry, Samples
 from d9d_loop.engine.code_digest import evaluation_digest, source_digests
 from d9d_loop.engine.local_tiers import check_local_tiers
@@ -196,7 +196,7 @@ def plan_job(
     if data.draws:
         check_repeatable(partial(first_batch, _NUM_REPEATED), num_workers=config.data.num_workers)
         if evaluation_data is not None:
-            held_out = evaluation_data if isinstance(evaluation_data, SampleStream) else SubsetStream(evaluation_data)
+            held_out = held_out_stream(evaluation_data)
             entries = partial(held_out.cursor().take, _NUM_REPEATED)
             check_repeatable(partial(_read_batch, data, held_out, cache(entries)), num_workers=config.data.num_workers)
     build_optimizer = optimizer_provider(optimizer, config.optimizer, whole)
@@ -266,8 +266,6 @@ def _plan_data(config: TrainerConfig, data: DataProvider) -> tuple[SampleStream,
     """Check the data; return the training samples and the evaluation data."""
     check_num_samples(data, config)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
-    check_evaluation(config, evaluates=evaluation_data is not None)
-    if evaluation_data is not None:
-        check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
+    check_evaluation(config, evaluation_data)
     check_local_tiers(config.checkpoint, section="checkpoint", every=config.checkpoint.every)
     return stream, evaluation_data

@@ -26,8 +26,8 @@ from d9d_dist import ContextSplit, UserError
 from d9d_dist.data_parallel.parallelize import refuse_lost_writes
 from d9d_dist.values.late_init import allocate
 from d9d_loop.data.batch_placement import row_multiple
-from d9d_loop.data.evaluation_pass import SubsetStream
 from d9d_loop.data.in_fork import in_fork
+from d9d_loop.data.indexed_stream import held_out_stream
 from d9d_loop.data.sample_reader import describe_none, seed_sample
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.job.flop_measurement import measure_flops
@@ -163,7 +163,7 @@ class _Rehearsal:
         if isinstance(data, SampleStream):
             yield "first evaluation batch", data, size
         elif data is not None:
-            stream, length = SubsetStream(data, num_samples), min(len(data), num_samples or len(data))
+            stream, length = held_out_stream(data, num_samples), min(len(data), num_samples or len(data))
             yield "first evaluation batch", stream, size
             if length > size and length % size:
                 yield f"last evaluation batch, of {length % size} samples,", stream, length % size
