@@ -25,8 +25,8 @@ import d9d_loop.optimizers._triton_stochastic as stochastic
 import d9d_modules._triton_rms_norm as norm
 import d9d_modules._triton_silu_mul as silu
 import d9d_moe._triton_permute as permute
-from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.index_rule import IndexRule
+from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 from d9d_modules.triton_jit import threads_per_warp
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -249,11 +249,6 @@ def _adamw(weight: torch.dtype, gradient: torch.dtype, average: torch.dtype, rul
     stochastic.adamw(w, g, m, v, numbers=numbers, key=123456789012345, rule=rule, gate=torch.zeros(()))
 
 
-def _copy(rule: IndexRule) -> None:
-    target, source = torch.empty(_PARAMETERS, dtype=BF16), torch.empty(_PARAMETERS, dtype=FP32)
-    stochastic.copy(target, source, key=123456789012345, rule=rule)
-
-
 _PARAMETERS = 1 << 20
 _ALL = IndexRule(offset=0, run=_PARAMETERS, stride=_PARAMETERS)
 _COLUMNS = IndexRule(offset=4096, run=4096, stride=8192)
@@ -279,8 +274,6 @@ CASES: dict[str, Callable[[], None]] = {
     "AdamW, float32 gradients and averages": lambda: _adamw(BF16, FP32, FP32, _ALL),
     "AdamW, all in bfloat16, sharded columns": lambda: _adamw(BF16, BF16, BF16, _COLUMNS),
     "AdamW, float32 averages, sharded columns": lambda: _adamw(BF16, FP32, FP32, _COLUMNS),
-    "stochastic copy": lambda: _copy(_ALL),
-    "stochastic copy, sharded columns": lambda: _copy(_COLUMNS),
 }
 
 SPILLING = "norm of 32768 in float32, which does not fit into registers"

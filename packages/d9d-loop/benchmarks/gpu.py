@@ -2,10 +2,10 @@
 
     python packages/d9d-loop/benchmarks/gpu.py --output gpu.json
 
-The bytes of a kernel are the minimum to move, each number read once and written once: 6 per element of a stochastic
-copy; 14 or 22 per element of AdamW on bfloat16 parameters, with moments in bfloat16 or float32. The bandwidth is
-relative to the bandwidth of copying a large tensor in the same run. References: torch's copy and fused AdamW, which
-round to nearest, and torchao's AdamW if it is installed. Together the tensors are larger than any cache.
+The bytes of a kernel are the minimum to move, each number read once and written once: 14 or 22 per element of AdamW on
+bfloat16 parameters, with moments in bfloat16 or float32. The bandwidth is relative to the bandwidth of copying a large
+tensor in the same run. References: torch's fused AdamW, which rounds to nearest, and torchao's AdamW if it is
+installed. Together the tensors are larger than any cache.
 
 `--device cpu --tiny` only checks that the benchmark runs.
 """
@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d9d_loop.optimizers import LocalAdamW, StochasticAdamW, stochastic_copy_
+from d9d_loop.optimizers import LocalAdamW, StochasticAdamW
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def main() -> None:
     )
     print(f"{bench.device}: copy {bench.bandwidth / 1e12:.3f} TB/s")
     rows = []
-    for row in (*bench.copies(), *bench.steps()):
+    for row in bench.steps():
         rows.append(row)
         print(f"{row.kernel:32s} {row.peer:10s} {row.milliseconds:10.3f} ms  {row.part:7.1%}", flush=True)
     figures: dict[str, Any] = {
@@ -97,17 +96,6 @@ class Bench:
         source = torch.zeros(sizes.elements, dtype=torch.bfloat16, device=device)
         target = torch.empty_like(source)
         self.bandwidth = 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
-
-    def copies(self) -> Iterator[Row]:
-        """Yield the rows of copies from float32 to bfloat16."""
-        source = torch.zeros(self.sizes.elements, device=self.device).normal_()
-        target = torch.empty_like(source, dtype=torch.bfloat16)
-        peers: dict[str, Callable[[], object]] = {
-            "ours": partial(stochastic_copy_, target, source, seed=0, step=0, name="w"),
-            "nearest": lambda: target.copy_(source),
-        }
-        for peer, run in peers.items():
-            yield self._row("stochastic copy", peer, run, num_bytes=6)
 
     def steps(self) -> Iterator[Row]:
         """Yield the rows of AdamW steps on bfloat16."""

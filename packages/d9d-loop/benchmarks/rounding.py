@@ -1,4 +1,4 @@
-"""Check that stochastic rounding is unbiased: errors of means of 10^8 copies, in standard deviations of the mean.
+"""Check that stochastic rounding is unbiased: errors of means of 10^8 values, in standard deviations of the mean.
 
     python packages/d9d-loop/benchmarks/rounding.py --output rounding.json
 
@@ -12,24 +12,26 @@ from pathlib import Path
 
 import torch
 
-from d9d_loop.optimizers import stochastic_copy_
+from d9d_dist import stream_key
+from d9d_dist.values.counter_random import random_bits_at
+from d9d_loop.optimizers.stochastic_adamw import draw, round_stochastically
 
 _CHUNK = 1 << 22
 _VALUES = (1.001, -1.0005, 1 / 3, 123.456, 3e-20, 1.00390625)
 
 
 def deviation(value: float, samples: int, device: torch.device) -> float:
-    """Return the deviation of the mean of the copies from the value, in standard deviations of the mean."""
+    """Return the deviation of the mean of rounded values from the value, in standard deviations of the mean."""
     exact = torch.tensor(value).item()
     low = (torch.tensor(value).view(torch.int32) & -0x10000).view(torch.float32).item()
     high = ((torch.tensor(value).view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).item()
     source = torch.full((min(_CHUNK, samples),), value, device=device)
-    target = torch.empty_like(source, dtype=torch.bfloat16)
+    indices = torch.arange(len(source), device=device)
     raised = done = 0
     for step in range(-(-samples // _CHUNK)):
-        stochastic_copy_(target, source, seed=0, step=step, name="benchmark")
-        raised += int((target == high).sum())
-        done += target.numel()
+        bits = random_bits_at(indices, stream_key(0, "benchmark", step))
+        raised += int((round_stochastically(source, draw(bits, 0)) == high).sum())
+        done += len(source)
     share = (exact - low) / (high - low)
     return (raised / done - share) / math.sqrt(share * (1 - share) / done)
 

@@ -1,3 +1,4 @@
+import math
 import re
 
 import pytest
@@ -5,7 +6,40 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import UserError
+from d9d_dist.values.counter_random import random_bits_at
 from d9d_loop.optimizers import StochasticAdamW
+from d9d_loop.optimizers.stochastic_adamw import draw, round_stochastically
+
+NUM = 1_000_000
+
+
+def _rounded(values: Tensor, *, key: int = 0) -> Tensor:
+    return round_stochastically(values, draw(random_bits_at(torch.arange(len(values)), key), 0))
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.0e-20, 1 / 3, -65504.3, 1e-41])
+def test_rounding_is_unbiased_within_4_sigma(value: float) -> None:
+    source = torch.full((NUM,), value)
+    rounded = _rounded(source).double()
+    exact = source[0].double().item()
+    # The two neighbors in bfloat16, by truncation of the bits.
+    low = (source[:1].view(torch.int32) & -0x10000).view(torch.float32).double().item()
+    high = ((source[:1].view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double().item()
+    assert set(rounded.unique().tolist()) == {low, high}
+    share = (exact - low) / (high - low)
+    sigma = abs(high - low) * math.sqrt(share * (1 - share) / NUM)
+    assert abs(rounded.mean().item() - exact) < 4 * sigma
+
+
+def test_representable_values_are_kept() -> None:
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf]).bfloat16()
+    for values in (exact, special):
+        assert torch.equal(_rounded(values.float()).view(torch.int16), values.view(torch.int16))
+    # NaNs that rounding could change: all bits set, and only truncated bits set.
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    for key in range(10):
+        assert _rounded(nans.repeat(100), key=key).isnan().all()
 
 
 def _named(dtype: torch.dtype, size: int = 40) -> list[tuple[str, Tensor]]:

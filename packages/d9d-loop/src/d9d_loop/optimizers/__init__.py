@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from d9d_loop.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
     from d9d_loop.optimizers.sgd import LocalSGD as LocalSGD
     from d9d_loop.optimizers.stochastic_adamw import StochasticAdamW as StochasticAdamW
-    from d9d_loop.optimizers.stochastic_copy import stochastic_copy_ as stochastic_copy_
     from d9d_loop.optimizers.weight_average import WeightAverage as WeightAverage
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

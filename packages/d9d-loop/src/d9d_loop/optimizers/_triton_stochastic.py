@@ -1,4 +1,4 @@
-"""Triton kernels with stochastic rounding: a copy, and a whole AdamW step. They read and write each value once.
+"""Triton kernel of an AdamW step with stochastic rounding, which reads and writes each value once.
 
 Arithmetic is in float32. bfloat16 values are loaded and stored as the upper 16 bits of a float32. The random bits equal
 those of `random_bits_at`.
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.index_rule import IndexRule
+from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 
 _BLOCK = 1024
 """Number of elements per Triton program."""
@@ -47,14 +47,6 @@ def _inlined(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a device function that kernels can call."""
     callable_by_kernels: Callable[..., Any] = triton.jit(kernel)
     return callable_by_kernels
-
-
-def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
-    """Copy float32 [N] to bfloat16 [N] with stochastic rounding; both must be contiguous."""
-    size = target.numel()
-    _copy_kernel[-(-size // _BLOCK),](
-        target.view(torch.int16), source, key, *rule, size, RUNS=_runs(rule, size), BLOCK=_BLOCK
-    )
 
 
 def adamw(
@@ -156,16 +148,6 @@ def _store(ptr, i, values, bits, mask, NUMBER: tl.constexpr, ROUND: tl.constexpr
         tl.store(ptr + i, values, mask=mask)
 
 
-@_jit(varying=("key", "offset", "run", "stride"))
-def _copy_kernel(target_ptr, source_ptr, key, offset, run, stride, size, RUNS: tl.constexpr, BLOCK: tl.constexpr):
-    # A 32-bit offset would overflow beyond 2^31 elements.
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = start + tl.arange(0, BLOCK)
-    mask = i < size
-    bits = _random_bits(start, key, offset, run, stride, RUNS, BLOCK)
-    _store(target_ptr, i, _load(source_ptr, i, mask, False), bits, mask, 0, True)
-
-
 @_jit(varying=("decay", "step_size", "key", "offset", "run", "stride"))
 def _adamw_kernel(
     w_ptr,
@@ -191,6 +173,7 @@ def _adamw_kernel(
     ROUND_AVERAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # A 32-bit offset would overflow beyond 2^31 elements.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = start + tl.arange(0, BLOCK)
     mask = i < size

@@ -1,6 +1,12 @@
-"""AdamW for bfloat16 parameters without float32 master weights, by stochastic rounding."""
+"""AdamW for bfloat16 parameters without float32 master weights, by stochastic rounding.
+
+bfloat16 has 8 bits of precision. Rounding to nearest loses every update smaller than half a unit in the last place;
+with stochastic rounding, the parameter changes by the right amount on average.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, final
 
 import torch
@@ -9,10 +15,33 @@ from torch.optim.optimizer import ParamsT
 
 from d9d_dist import UserError, canonical_name, local_tensor, stream_key
 from d9d_dist.values.counter_random import random_bits_at
-from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, replace_
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules
-from d9d_loop.optimizers.stochastic_copy import CHUNK, draw, has_kernel, round_stochastically
+
+_CHUNK = 1 << 18
+"""Number of elements processed at a time without Triton, which limits the memory of temporary tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWNumbers:
+    """Scalars of one AdamW step: m and v average the gradients and their squares; `step` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    @property
+    def step_size(self) -> float:
+        """Learning rate divided by the bias correction of m, 1 - beta1^step."""
+        return self.lr / (1.0 - self.beta1**self.step)
+
+    @property
+    def square_correction(self) -> float:
+        """Square root of the bias correction of v, sqrt(1 - beta2^step)."""
+        return (1.0 - self.beta2**self.step) ** 0.5
 
 
 @final
@@ -92,13 +121,13 @@ def _step(
     w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule, gate: Tensor | None
 ) -> None:
     """Update 1-dim tensors in place unless the gate is 1, with the Triton kernel if it is available."""
-    if has_kernel(w.device) and w.dtype != torch.float64:
+    if w.device.type not in ("cpu", "meta") and w.dtype != torch.float64 and find_spec("triton") is not None:
         from d9d_loop.optimizers import _triton_stochastic  # noqa: PLC0415  (Triton is optional)
 
         _triton_stochastic.adamw(w, g, m, v, numbers=numbers, key=key, rule=rule, gate=gate)
         return
-    for begin in range(0, w.numel(), CHUNK):
-        part = slice(begin, min(begin + CHUNK, w.numel()))
+    for begin in range(0, w.numel(), _CHUNK):
+        part = slice(begin, min(begin + _CHUNK, w.numel()))
         bits = random_bits_at(global_indices(rule, part.start, part.stop, w.device), key)
         updated = _adamw(w[part], g[part], m[part], v[part], numbers)
         for number, (stored, value) in enumerate(zip((w, m, v), updated, strict=True)):
@@ -118,6 +147,21 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: AdamWNumbers) ->
     direction = m / (v.sqrt() / numbers.square_correction + numbers.eps)
     w = w * (1.0 - numbers.lr * numbers.weight_decay) - direction * numbers.step_size
     return w, m, v
+
+
+def draw(bits: Tensor, number: int) -> Tensor:
+    """Extract group `number` (0 to 3) of 16 bits from int64 `bits`, least significant first, as int32."""
+    return (bits >> (16 * number)).bitwise_and_(0xFFFF).to(torch.int32)
+
+
+def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
+    """Round float32 to bfloat16: away from zero with probability (discarded 16 bits) / 65536, else toward zero.
+
+    `noise` is int32, uniform from 0 to 65535.
+    """
+    # Adding noise could carry into other bits of NaN and infinity.
+    rounded = values.view(torch.int32).add(noise).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def _names_of(group: Mapping[str, Any]) -> dict[Tensor, str]:
