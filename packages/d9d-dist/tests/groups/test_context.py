@@ -133,15 +133,6 @@ def test_an_existing_process_group_is_used_and_not_destroyed() -> None:
         dist.destroy_process_group()
 
 
-def _logged() -> str:
-    with MeshConfig(data_parallel_shard=2).build() as ctx:
-        return str(ctx.logger.process("hello", {})[0])
-
-
-def test_the_logger_prepends_the_rank() -> None:
-    assert run_ranks(_logged) == ["[rank 0/2] hello", "[rank 1/2] hello"]
-
-
 def _build_again_and_again() -> list[float]:
     totals = []
     for _ in range(10):

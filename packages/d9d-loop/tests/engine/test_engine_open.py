@@ -13,6 +13,16 @@ from torch import nn
 
 from d9d_dist import UserError
 from d9d_loop import BadStepError, Engine, OptimizerDone, StateOffloaded, StateOnloaded
+from d9d_loop.resilience import health_check
+
+
+def test_slow_measurements_are_printed_once_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = {("compute", 0): "slow compute of rank 0: 31.0 ms."}
+    with mock.patch.object(health_check, "find_slow", return_value=slow), opened(tmp_path, health={"enabled": True}):
+        assert capsys.readouterr().out.count("slow compute of rank 0: 31.0 ms.") == 1
+    assert not caplog.records
 
 
 def test_a_learning_rate_stays_set_until_it_is_changed(tmp_path: Path) -> None:

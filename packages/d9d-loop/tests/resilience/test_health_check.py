@@ -74,7 +74,7 @@ def test_all_ranks_name_the_one_that_fails() -> None:
     assert "computing failed: out of memory" in messages[0]
 
 
-def test_slow_ranks_are_reported_with_their_machine(ctx: DistributedContext, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_ranks_are_reported_with_their_machine() -> None:
     ranks = [dataclasses.replace(_RANK, rank=rank, host=host) for rank, host in enumerate("aabb")]
     assert not find_slow(ranks, factor=3)
     ranks[2] = dataclasses.replace(ranks[2], link_seconds=0.05, all_reduce_seconds=0.05)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_dist.testing import run_ranks
-from d9d_loop.resilience import HealthConfig, HealthReport, StragglerWatch, check_health, straggler_watch
+from d9d_loop.resilience import HealthConfig, HealthReport, StragglerWatch, check_health, health_check, straggler_watch
 from d9d_loop.resilience.node_files import take_slow_host, write_spare
 
 _STEPS, _STEP_SECONDS = 20, 1.0
@@ -106,3 +106,14 @@ def test_nothing_is_measured_unless_configured(ctx: DistributedContext) -> None:
     watch = StragglerWatch(HealthConfig(matrix_size=8, memory_mib=1), ctx)
     assert watch.next(iter([[7]])) == [7]
     assert watch.check(1000) == []
+
+
+def test_a_single_slow_check_is_not_reported(
+    ctx: DistributedContext, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = StragglerWatch(HealthConfig(matrix_size=8, memory_mib=1, every=1, window=2), ctx)
+    slow = {("compute", 0): "slow compute of rank 0: 31.0 ms."}
+    with mock.patch.object(health_check, "find_slow", side_effect=[slow, {}, slow, slow]):
+        assert [watch.check(step) for step in range(1, 5)] == [[], [], [], list(slow.values())]
+    assert not capsys.readouterr().out
+    assert not caplog.records

@@ -1,11 +1,10 @@
 """Distributed context of a rank: its place in the job, its device, its meshes and its process groups."""
 
-import logging
-from collections.abc import Generator, Mapping, MutableMapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ class DistributedContext(AbstractContextManager["DistributedContext"]):
         store_place: Location of the job's store for messages, e.g. "rank 0 on node0:29500".
         precision: Precision of the job, which `parallelize_decoder` and model providers use by default.
         is_autocast: True if the job runs its model under `torch.autocast` in bfloat16.
-        logger: Logger that adds the rank to its messages.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class DistributedContext(AbstractContextManager["DistributedContext"]):
         self.device = _device(launch)
         self.precision = precision_of_job(precision, self.device)
         self.is_autocast = precision == "autocast"
-        self.logger = _RankLogger(logging.getLogger("d9d"), {"rank": self.rank, "world_size": self.world_size})
         self._domains = domains
         # On an accelerator, all-to-alls of tokens overlap with all-gathers of weights; gloo's collectives block anyway.
         self._groups = AxisGroups(timeouts.startup, separate=() if self.device.type == "cpu" else ("ep_shard",))
@@ -204,16 +201,6 @@ class DistributedContext(AbstractContextManager["DistributedContext"]):
             abort_process_groups()
             leave_store(store, world_size=self.world_size, is_host=self.hosts_store)
         self._owns_process_group = False
-
-
-class _RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """Logger that prepends `[rank 2/8]` to messages if the job has several ranks."""
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        place = self.extra or {}
-        if place.get("world_size") == 1:
-            return msg, kwargs
-        return f"[rank {place.get('rank')}/{place.get('world_size')}] {msg}", kwargs
 
 
 def _device(launch: Launch) -> torch.device:

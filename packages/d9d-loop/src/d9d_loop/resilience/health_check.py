@@ -71,9 +71,9 @@ def check_health(
 ) -> HealthReport | None:
     """Check and time every rank's device and links; return the measurements, or `None` if the check is disabled.
 
-    Call it before models are built: it takes well below a second, for any number of ranks. The main process logs slow
-    measurements. Collective over all ranks: sends and receives between neighbors, all-reduces, barriers, and an
-    all-gather.
+    Call it before models are built: it takes well below a second, for any number of ranks. Slow measurements are only
+    returned: print the report if `slow` is not empty. Collective over all ranks: sends and receives between neighbors,
+    all-reduces, barriers, and an all-gather.
 
     `data_seconds` is the time per step that this rank has waited for its data, `step_seconds` the time of a step. Waits
     for data of less than a twentieth of a step are never reported as slow.
@@ -90,10 +90,7 @@ def check_health(
         shown = "\n".join(f"- {problem}" for problem in wrong[:_SHOWN])
         more = f"\nand {len(wrong) - _SHOWN} more" if wrong[_SHOWN:] else ""
         raise HealthError(f"the health check failed:\n{shown}{more}\nStart the job without these machines.")
-    report = HealthReport(ranks, find_slow(ranks, factor=config.slow_factor, step_seconds=step_seconds))
-    if ctx.is_main_process and report.slow:
-        ctx.logger.warning("%s", report)
-    return report
+    return HealthReport(ranks, find_slow(ranks, factor=config.slow_factor, step_seconds=step_seconds))
 
 
 def find_slow(ranks: Sequence[RankHealth], *, factor: float, step_seconds: float = 0.0) -> dict[tuple[str, int], str]:

@@ -82,7 +82,8 @@ class StragglerWatch:
         if not self._config.replace or slow is None:
             return None
         if not all(gather_json(spare_waits())):
-            self._ctx.logger.warning("%s is slow, but no spare host waits that can replace it", slow.host)
+            if self._ctx.is_main_process:
+                print(f"d9d: {slow.host} is slow, but no spare host waits that can replace it")
             return None
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         if slow.rank // ranks_per_node == self._ctx.rank // ranks_per_node:
