@@ -17,7 +17,8 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import final, overload
+from statistics import median
+from typing import final
 
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
@@ -63,7 +64,7 @@ class LossWindow:
 
     def median(self) -> float:
         """Return the median of the recent losses, including the latest."""
-        return _median(sorted(loss for _, loss in self._steps))
+        return median(loss for _, loss in self._steps)
 
     def state_dict(self) -> list[list[int | str]]:
         """Return [step, loss] pairs for JSON. Losses are hexadecimal strings, which are exact."""
@@ -95,61 +96,29 @@ def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
     """
     if len(sorted_losses) < config.spike_after:
         return math.inf
-    middle = _median(sorted_losses)
-    deviation = _MAD_TO_DEVIATION * _median_distance(sorted_losses, middle)
-    limit = middle + config.spike_deviations * max(deviation, _LEAST_DEVIATION * abs(middle))
+    middle = median(sorted_losses)
+    deviation = max(_deviation(sorted_losses, middle), _LEAST_DEVIATION * abs(middle))
+    limit = middle + config.spike_deviations * deviation
     if sorted_losses[0] <= 0:
         return limit
-    logarithms = _Logarithms(sorted_losses)
-    middle = _median(logarithms)
-    deviation = max(_MAD_TO_DEVIATION * _median_distance(logarithms, middle), _LEAST_DEVIATION)
+    logarithms = [math.log(loss) for loss in sorted_losses]
+    middle = median(logarithms)
+    deviation = max(_deviation(logarithms, middle), _LEAST_DEVIATION)
     # Clamp the exponent: math.exp overflows above 709. A limit of exp(700) is above every real loss.
     return max(limit, math.exp(min(middle + config.spike_deviations * deviation, 700.0)))
 
 
 def _least_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
-    """Return a lower bound of `spike_limit`, in constant time; most losses are below it.
+    """Return a lower bound of `spike_limit`, which is cheaper to compute; most losses are below it.
 
     Indices q to q + n // 2 hold more than half of the losses. So MAD is at least the distance from the median to the
     nearer of the losses at these two indices.
     """
-    middle, num = _median(sorted_losses), len(sorted_losses)
+    middle, num = median(sorted_losses), len(sorted_losses)
     first = num // 4
     reach = min(middle - sorted_losses[first], sorted_losses[first + num // 2] - middle)
     return middle + config.spike_deviations * max(_MAD_TO_DEVIATION * reach, _LEAST_DEVIATION * abs(middle))
 
 
-@final
-class _Logarithms(Sequence[float]):
-    """Logarithms of positive numbers, computed on access."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[float]: ...
-    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
-        return _Logarithms(self._values[index]) if isinstance(index, slice) else math.log(self._values[index])
-
-
-def _median(ordered: Sequence[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def _median_distance(ordered: Sequence[float], middle: float) -> float:
-    """Return the median absolute distance of sorted values from `middle`, in logarithmic time."""
-
-    def distance(rank: int) -> float:
-        """Return the rank-th smallest distance: the largest among the `rank` closest values, which are consecutive."""
-        starts = range(len(ordered) - rank)
-        start = bisect_left(starts, True, key=lambda i: middle - ordered[i] <= ordered[i + rank] - middle)
-        return max(middle - ordered[start], ordered[start + rank - 1] - middle)
-
-    half = len(ordered) // 2
-    return distance(half + 1) if len(ordered) % 2 else (distance(half) + distance(half + 1)) / 2
+def _deviation(values: Sequence[float], middle: float) -> float:
+    return _MAD_TO_DEVIATION * median(abs(value - middle) for value in values)
