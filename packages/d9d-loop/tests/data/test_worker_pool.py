@@ -16,7 +16,7 @@ from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.worker_pool import WorkerPool
 from d9d_loop.isolation import restored_random
 from d9d_loop.job.garbage import garbage_collection
-from d9d_loop.resilience import StopSignals
+from d9d_loop.resilience import StopConfig, StopSignals
 
 
 class _Numbers:
@@ -169,7 +169,7 @@ class _Process:
 
 def test_workers_collect_garbage_and_ignore_the_stop_signals_of_a_job(ctx: DistributedContext) -> None:
     reader = SampleReader(IndexedStream(_Process(), seed=0), list)
-    with garbage_collection(5), StopSignals(ctx) as stop:  # as in a job, which collects at fixed steps
+    with garbage_collection(5), StopSignals(StopConfig(), ctx) as stop:  # as in a job, which collects at fixed steps
         assert not gc.isenabled()
         pool = WorkerPool(reader, num_workers=1, seed=0)
         batches = pool.batches(_jobs(3))

@@ -6,9 +6,10 @@ import time
 
 import pytest
 from forked_faults import run_forked
+from pydantic import ValidationError
 from stopping_loops import saves_for_ever, stops
 
-from d9d_dist import DistributedContext, MeshConfig, UserError
+from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import ExitCode, StopConfig, Stopped, StopSignals, stop_signals
 from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN, Lost
@@ -16,7 +17,7 @@ from d9d_loop.resilience.exit_codes import QUIET_TORCHRUN, Lost
 
 def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: DistributedContext) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with StopSignals(ctx) as stop:
+    with StopSignals(StopConfig(), ctx) as stop:
         assert stop.agreed() is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.agreed() is signal.SIGTERM
@@ -26,7 +27,7 @@ def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: Distribu
 
 def test_without_signals_no_handlers_are_installed(ctx: DistributedContext) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    with StopSignals(ctx, signals=()):
+    with StopSignals(StopConfig(signals=()), ctx):
         assert {number: signal.getsignal(number) for number in before} == before
 
 
@@ -34,7 +35,7 @@ def test_another_thread_installs_no_handlers(ctx: DistributedContext) -> None:
     heard: list[signal.Signals | Lost | None] = []
 
     def work() -> None:
-        with StopSignals(ctx) as stop:
+        with StopSignals(StopConfig(), ctx) as stop:
             heard.append(stop.agreed())
 
     thread = threading.Thread(target=work)
@@ -46,7 +47,7 @@ def test_another_thread_installs_no_handlers(ctx: DistributedContext) -> None:
 def test_forked_processes_have_the_previous_handlers(ctx: DistributedContext) -> None:
     fork = multiprocessing.get_context("fork")
     stays, goes = (fork.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2))
-    with StopSignals(ctx) as stop:
+    with StopSignals(StopConfig(), ctx) as stop:
         stays.start()
         goes.start()
         goes.terminate()
@@ -59,9 +60,9 @@ def test_forked_processes_have_the_previous_handlers(ctx: DistributedContext) ->
     stays.join(30)
 
 
-def test_every_must_be_positive(ctx: DistributedContext) -> None:
-    with pytest.raises(UserError, match="got every = 0; expected a positive number of steps"):
-        StopSignals(ctx, every=0)
+def test_every_must_be_positive() -> None:
+    with pytest.raises(ValidationError, match="every"):
+        StopConfig(every=0)
 
 
 def test_stopped_jobs_have_their_own_exit_code() -> None:
@@ -74,7 +75,7 @@ def test_ctrl_c_saves_and_has_the_exit_code_of_an_interrupt() -> None:
     stopped = Stopped(signal.SIGINT, step=7)
     assert stopped.code == ExitCode.INTERRUPTED == 130
     assert str(stopped).startswith("stopped by Ctrl-C (SIGINT) after step 7, which is saved.")
-    assert signal.SIGINT in StopConfig.model_validate({}).numbers
+    assert "SIGINT" in StopConfig().signals
 
 
 def test_a_job_that_stops_for_a_spare_host_can_be_resumed() -> None:
@@ -99,12 +100,12 @@ def _fail_and_get_signals(_: None) -> tuple[int, int]:
     with MeshConfig().build() as ctx, pytest.MonkeyPatch.context() as patch:
         for seconds, count in ((60.0, 0), (0.0, 1)):
             patch.setattr(stop_signals, "_FAILING_SECONDS", seconds)
-            with pytest.raises(ValueError, match="lost"), StopSignals(ctx):
+            with pytest.raises(ValueError, match="lost"), StopSignals(StopConfig(), ctx):
                 raise ValueError("lost")
             os.kill(os.getpid(), signal.SIGTERM)
             assert len(received) == count
             signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-        with StopSignals(ctx):
+        with StopSignals(StopConfig(), ctx):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGTERM, original)

@@ -118,7 +118,6 @@ def build_job(
     journal = Journal(config.run.dir, ctx, steps=plan.steps, hosts=hosts, on_failure=config.run.on_failure)
     watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled, on_exit=journal.failed)
     events.watch(watchdog.phase)
-    stop = config.resilience.stop
     return Job(
         plan=plan,
         ctx=ctx,
@@ -134,7 +133,7 @@ def build_job(
         profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=plan.steps),
         journal=journal,
         watchdog=watchdog,
-        stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
+        stop=StopSignals(config.resilience.stop, ctx),
         stragglers=StragglerWatch(config.resilience.health, ctx),
     )
 

@@ -1,7 +1,6 @@
 """Configuration of fault handling. Every check can be disabled."""
 
 from datetime import timedelta
-from signal import Signals
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -58,21 +57,6 @@ class StopConfig(Section):
         default=2.0,
         description="A signal at least this many seconds after the first one ends the process immediately.",
     )
-
-    @property
-    def numbers(self) -> tuple[Signals, ...]:
-        """The signals as `signal.Signals` members."""
-        return tuple(Signals[name] for name in self.signals)
-
-    @property
-    def grace(self) -> timedelta | None:
-        """Time from the first signal until the process is ended without saving; `None` for no limit."""
-        return None if self.grace_seconds is None else timedelta(seconds=self.grace_seconds)
-
-    @property
-    def repeat(self) -> timedelta:
-        """Time after the first signal from which another signal ends the process immediately."""
-        return timedelta(seconds=self.repeat_seconds)
 
 
 class BadStepConfig(Section):

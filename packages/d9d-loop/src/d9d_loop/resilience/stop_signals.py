@@ -14,8 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Self, TypeAlias, final
@@ -23,13 +22,13 @@ from typing import Self, TypeAlias, final
 import torch
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext, UserError
+from d9d_dist import DistributedContext
 from d9d_loop.resilience.exit_codes import Lost
 from d9d_loop.resilience.launcher_watch import LauncherWatch
 from d9d_loop.resilience.lost_terminal import drop_lost_terminal, terminals
+from d9d_loop.resilience.resilience_config import StopConfig
 
 _Handler: TypeAlias = "signal._HANDLER"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _FINISH = Lost.LAUNCHER.value - 1  # above the numbers of signals: a job that is complete needs no restart
 _END = b"\0"  # 0 is not a signal number
 _FAILING_SECONDS = 10.0  # a launcher sends SIGKILL if a rank takes longer to report its failure (torchrun: after 30 s)
@@ -46,30 +45,14 @@ class StopSignals:
     Attributes:
         is_finished: True if a rank called `finish`, and all ranks agree to end the job as complete.
 
-    Args:
-        every: Number of calls of `agreed` between two all-reduces; equal on all ranks.
-        grace: Time from the first signal until the process exits, saved or not; `None` for no limit.
-        repeat: A signal at least this much later than the first one ends the process immediately. An earlier signal
-            counts as a duplicate: a scheduler may signal the launcher and its ranks, and the launcher signals its ranks
-            again.
-
-    Raises:
-        UserError: If `every` is below 1.
+    A signal less than `repeat_seconds` after the first one counts as a duplicate: a scheduler may signal the launcher
+    and its ranks, and the launcher signals its ranks again. `every` counts calls of `agreed`, and must be equal on all
+    ranks.
     """
 
-    def __init__(
-        self,
-        ctx: DistributedContext,
-        *,
-        signals: Sequence[signal.Signals] = _SIGNALS,
-        every: int = 1,
-        grace: timedelta | None = None,
-        repeat: timedelta = timedelta(seconds=2),
-    ) -> None:
-        if every < 1:
-            raise UserError(f"got every = {every}; expected a positive number of steps.")
-        self._rank, self._signals, self._every = ctx.rank, tuple(signals), every
-        self._grace, self._repeat = grace, repeat.total_seconds()
+    def __init__(self, config: StopConfig, ctx: DistributedContext) -> None:
+        self._config, self._rank = config, ctx.rank
+        self._signals = [signal.Signals[name] for name in config.signals]
         self._received, self.is_finished = 0, False
         self._terminals = terminals()
         self._num_calls = 0
@@ -165,7 +148,7 @@ class StopSignals:
         if self._group is None:
             return self._take(self._received)
         self._num_calls += 1
-        if self._num_calls % self._every:
+        if self._num_calls % self._config.every:
             return None
         value = torch.tensor(self._received, dtype=torch.int32, device="cpu")
         work = dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -206,8 +189,9 @@ class StopSignals:
                 self._received = number
                 if first is None:
                     first = now
-                    deadline = None if self._grace is None else now + self._grace.total_seconds()
-                elif now - first >= self._repeat:
+                    grace = self._config.grace_seconds
+                    deadline = None if grace is None else now + grace
+                elif now - first >= self._config.repeat_seconds:
                     self._end_process(number, "a second signal was received")
 
     def _end_process(self, number: int, why: str) -> None:
