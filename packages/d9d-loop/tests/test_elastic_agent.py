@@ -21,7 +21,7 @@ from d9d_loop import elastic_agent
 from d9d_loop.elastic_agent import QuickAgent
 from d9d_loop.elastic_rendezvous import QuickRendezvous
 from d9d_loop.rank_ends import RankEnds
-from d9d_loop.resilience.node_files import read_lost_host, spare_waits, write_slow_host, write_spare
+from d9d_loop.resilience.node_files import NodeFile, read_node_file, write_node_file
 
 ENDS, IGNORES, IS_STOPPED = "echo > 0; exec sleep 100", "trap '' TERM; echo > 1; sleep 100", "echo > 2; kill -STOP $$"
 
@@ -93,7 +93,7 @@ def test_the_first_rank_of_a_lost_host_counts_the_ranks_of_uneven_nodes(
         rendezvous = groups[1].spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
         rendezvous.configure_mock(**{"lost_nodes.return_value": [(2, "host2")], "is_broken.return_value": False})
         agent._stop_workers(groups[1])
-    assert str(read_lost_host()).startswith("Rank 10 is missing: its process on host2")
+    assert str(read_node_file(NodeFile.LOST_HOST)).startswith("Rank 10 is missing: its process on host2")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -157,7 +157,7 @@ def test_ranks_end_with_an_agent_that_lost_the_rendezvous(tmp_path: Path, monkey
         agent._invoke_run()
     assert agent._exit_codes() == [-signal.SIGTERM, -signal.SIGKILL]
     expected = "the rendezvous on host0 does not answer: the host is down or cut off."
-    assert read_lost_host() == expected
+    assert read_node_file(NodeFile.LOST_HOST) == expected
 
 
 @pytest.mark.parametrize(("restarts", "has_spare"), [(1, True), (0, True), (1, False)])
@@ -168,13 +168,13 @@ def test_ranks_know_whether_a_spare_node_can_replace_theirs(
     (tmp_path / "ranks").mkdir()
     agent, group = _agent(tmp_path / "ranks", ENDS), mock.Mock()
     agent._remaining_restarts = restarts
-    write_spare(waits=not has_spare)
+    write_node_file(NodeFile.SPARE_HOST, "waits" if not has_spare else None)
     group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
     group.spec.rdzv_handler.configure_mock(**{"has_spare.return_value": has_spare})
     healthy = RunResult(WorkerState.HEALTHY)
     with mock.patch.object(LocalElasticAgent, "_monitor_workers", return_value=healthy):
         agent._monitor_workers(group)
-    assert spare_waits() == (restarts > 0 and has_spare)
+    assert (read_node_file(NodeFile.SPARE_HOST) is not None) == (restarts > 0 and has_spare)
     agent._end_ranks()
 
 
@@ -184,7 +184,7 @@ def test_a_node_yields_to_a_spare_one_if_its_ranks_ask_for_it_once(
     monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
     agent, group = QuickAgent.__new__(QuickAgent), mock.MagicMock()
     group.spec.rdzv_handler = mock.Mock(spec=QuickRendezvous)
-    write_slow_host()
+    write_node_file(NodeFile.SLOW_HOST, "slow")
     with mock.patch.object(LocalElasticAgent, "_rendezvous"):
         agent._rendezvous(group)
         agent._rendezvous(group)

@@ -25,13 +25,13 @@ from d9d_loop.elastic_rendezvous import QuickRendezvous, register
 from d9d_loop.rank_ends import RankEnds
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.node_files import (
+    NodeFile,
     describe_lost_host,
     forget_ranks,
-    is_replacing,
     read_first_failure,
+    read_node_file,
     take_slow_host,
-    write_lost_host,
-    write_spare,
+    write_node_file,
 )
 
 # Time for failing ranks to look for the first failure and to close trackers. Rank 0 keeps the store for 5 seconds.
@@ -83,7 +83,9 @@ class QuickAgent(LocalElasticAgent):
             # This agent ends, so its ranks must not wait for a host that does not answer.
             rendezvous = self._worker_group.spec.rdzv_handler
             host = rendezvous.host if isinstance(rendezvous, QuickRendezvous) else "another host"
-            write_lost_host(f"the rendezvous on {host} does not answer: the host is down or cut off.")
+            write_node_file(
+                NodeFile.LOST_HOST, f"the rendezvous on {host} does not answer: the host is down or cut off."
+            )
             self._end_ranks()
             raise
 
@@ -97,7 +99,8 @@ class QuickAgent(LocalElasticAgent):
             self._end_ranks()
         rendezvous = worker_group.spec.rdzv_handler
         if isinstance(rendezvous, QuickRendezvous):
-            write_spare(waits=self._remaining_restarts > 0 and rendezvous.has_spare())
+            waits = self._remaining_restarts > 0 and rendezvous.has_spare()
+            write_node_file(NodeFile.SPARE_HOST, "waits" if waits else None)
         self._note_ends()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
@@ -114,7 +117,7 @@ class QuickAgent(LocalElasticAgent):
             for worker, code in zip(workers, self._exit_codes(), strict=False)
             if code is not None and worker.global_rank not in ends.codes
         }
-        ends.first, ends.is_replacing = read_first_failure(), is_replacing()
+        ends.first, ends.is_replacing = read_first_failure(), read_node_file(NodeFile.REPLACING) is not None
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Send a signal to the ranks and wait until they have ended, for `--shutdown-timeout`.
@@ -146,7 +149,7 @@ class QuickAgent(LocalElasticAgent):
         lost, is_broken = (rendezvous.lost_nodes(), rendezvous.is_broken()) if is_quick else ([], False)
         if lost:
             node, host = lost[0]
-            write_lost_host(describe_lost_host(_first_rank(node, worker_group), host))
+            write_node_file(NodeFile.LOST_HOST, describe_lost_host(_first_rank(node, worker_group), host))
         if lost or is_broken or worker_group.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._end_ranks()
         super()._stop_workers(worker_group, *arguments, **named)

@@ -16,7 +16,7 @@ import d9d_loop.resilience.hang_watchdog
 from d9d_dist import MeshConfig, Timeouts
 from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_loop.resilience import HangWatchdog
-from d9d_loop.resilience.node_files import describe_lost_host, write_lost_host
+from d9d_loop.resilience.node_files import NodeFile, describe_lost_host, write_node_file
 
 BAD_STEP = 3
 TIMEOUTS = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=1))
@@ -53,7 +53,7 @@ def watched_with_a_lost_host(place: Place) -> None:
         watchdog.beat(1)
         dist.barrier()
         if ctx.rank == 1:
-            write_lost_host(describe_lost_host(4, "host2"))
+            write_node_file(NodeFile.LOST_HOST, describe_lost_host(4, "host2"))
         time.sleep(100)
 
 
@@ -61,13 +61,13 @@ def watched_with_a_host_lost_after_a_peer(place: Place, culprit: int) -> None:
     """Let one rank exit because of a lost host, before the other can read the name of the host."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
 
-        def lost_after_the_peer() -> str | None:
+        def lost_after_the_peer(_name: NodeFile) -> str | None:
             poller = watchdog._poller
             return None if poller is None or poller.lost is None else describe_lost_host(4, "host2")
 
         watchdog.beat(1)
         dist.barrier()
-        with mock.patch.object(d9d_loop.resilience.hang_watchdog, "read_lost_host", side_effect=lost_after_the_peer):
+        with mock.patch.object(d9d_loop.resilience.hang_watchdog, "read_node_file", side_effect=lost_after_the_peer):
             if ctx.rank == culprit:
                 do("is killed", place)
             time.sleep(100)

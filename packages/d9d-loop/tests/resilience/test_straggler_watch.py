@@ -14,7 +14,7 @@ from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.failures.first_failure import NODE_FOLDER
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import HealthConfig, HealthReport, StragglerWatch, check_health, health_check, straggler_watch
-from d9d_loop.resilience.node_files import take_slow_host, write_spare
+from d9d_loop.resilience.node_files import NodeFile, take_slow_host, write_node_file
 
 _STEPS, _STEP_SECONDS = 20, 1.0
 
@@ -80,7 +80,7 @@ def _replaced(folder: Path) -> list[str | None]:
         for step in range(1, 4):
             watch.next(steps)
             clock.now += _STEP_SECONDS
-            write_spare(waits=step == 3)
+            write_node_file(NodeFile.SPARE_HOST, "waits" if step == 3 else None)
             watch.check(step)
             found.append(watch.ask_to_replace())
         return [*found, "asks" if take_slow_host() else None]

@@ -27,7 +27,7 @@ from d9d_dist.failures.first_failure import Failure
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_poller import HangPoller
 from d9d_loop.resilience.hang_report import HangReport, RankPlace, describe_hang, main_thread_place
-from d9d_loop.resilience.node_files import read_lost_host
+from d9d_loop.resilience.node_files import NodeFile, read_node_file
 
 _INTERVAL = 0.25  # interval of the watcher in seconds
 _EXIT_SECONDS = 1.5  # time for the main thread to exit by itself after a peer failed
@@ -170,7 +170,7 @@ class HangWatchdog:
                 armed_for = progress
             if self._poller is not None:
                 self._exit_if_reported(self._poller)
-            if (lost_host := read_lost_host()) is not None:
+            if (lost_host := read_node_file(NodeFile.LOST_HOST)) is not None:
                 self._end_lost(HangReport(lost_host))
             if self.stuck_seconds() > progress.timeout:
                 self._end_hang()
@@ -187,7 +187,7 @@ class HangWatchdog:
     def _end_lost(self, report: HangReport) -> None:
         # A peer may have exited first because of a lost host, which is then the cause to report.
         # Every rank reads the lost host from its own node, so no rank needs the store.
-        if (lost_host := read_lost_host()) is not None:
+        if (lost_host := read_node_file(NodeFile.LOST_HOST)) is not None:
             report = HangReport(lost_host)
         report = report._replace(text=f"{report.text}\nThis rank is {self.place().describe()}.")
         self._end_process(report, ExitCode.PEER_LOST, keep_store=lost_host is None)

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from d9d_dist import DistributedContext, gather_json
 from d9d_loop.resilience.health_check import RankHealth, check_health
-from d9d_loop.resilience.node_files import spare_waits, write_replacing, write_slow_host
+from d9d_loop.resilience.node_files import NodeFile, read_node_file, write_node_file
 from d9d_loop.resilience.resilience_config import HealthConfig
 
 
@@ -81,12 +81,12 @@ class StragglerWatch:
         slow = self._slow
         if not self._config.replace or slow is None:
             return None
-        if not all(gather_json(spare_waits())):
+        if not all(gather_json(read_node_file(NodeFile.SPARE_HOST) is not None)):
             if self._ctx.is_main_process:
                 print(f"d9d: {slow.host} is slow, but no spare host waits that can replace it")
             return None
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         if slow.rank // ranks_per_node == self._ctx.rank // ranks_per_node:
-            write_slow_host()
-        write_replacing()
+            write_node_file(NodeFile.SLOW_HOST, "slow")
+        write_node_file(NodeFile.REPLACING, "replacing")
         return slow.host
