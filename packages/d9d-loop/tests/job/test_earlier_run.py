@@ -15,7 +15,7 @@ from torch import nn
 from d9d_dist import MeshConfig, UserError, gather_json
 from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, StepDone, Task, Trainer, TrainerConfig
-from d9d_loop.job import training
+from d9d_loop.job import start_messages
 from d9d_metrics import read_metrics
 from d9d_state import StateError
 
@@ -218,9 +218,9 @@ def _start_with_unreadable_files(_: str) -> str:
     job: Any = mock.MagicMock()
     job.state.restored = None
     with MeshConfig(data_parallel_shard=-1).build() as job.ctx:
-        failure = mock.patch.object(training, "check_progress", side_effect=PermissionError("metrics.jsonl"))
+        failure = mock.patch.object(start_messages, "check_progress", side_effect=PermissionError("metrics.jsonl"))
         with failure, pytest.raises(StateError) as caught:
-            training._describe_start(job)
+            start_messages.print_start(job)
         gather_json(None)
     return str(caught.value)
 

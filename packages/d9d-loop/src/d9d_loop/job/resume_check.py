@@ -12,7 +12,7 @@ from d9d_dist import UserError
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.engine.code_digest import BASE
-from d9d_loop.engine.job_state import Record, omits_frozen
+from d9d_loop.engine.job_state import omits_frozen
 from d9d_loop.job.earlier_run import check_owner, check_progress
 from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.resume_settings import changes, describe, effect_of
@@ -21,7 +21,7 @@ from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_state import CheckpointStore, JsonValue, StateError, check_same_model
 from d9d_state.checkpoint.info import CheckpointInfo
 
-_NEW_RUN = "or --run.name for a new run"
+NEW_RUN = "or --run.name for a new run"
 
 
 @final
@@ -111,7 +111,7 @@ def num_steps_of(config: TrainerConfig, stream: SampleStream, progress: Progress
     if steps < progress.step and not config.evaluation.only:
         raise UserError(
             f"steps = {steps}, but the run in {config.run.dir} has already completed {progress.step}. "
-            f"Use --steps {progress.step} or more to continue it, {_NEW_RUN}."
+            f"Use --steps {progress.step} or more to continue it, {NEW_RUN}."
         )
     return steps
 
@@ -127,7 +127,7 @@ def _available_steps(config: TrainerConfig, stream: SampleStream, progress: Prog
         what = "the training data have" if config.epochs is None else f"epochs = {config.epochs} has"
         raise UserError(
             f"{what} {count} samples, but the run in {config.run.dir} has already read {progress.num_samples}; "
-            f"expected at least as many. Use more epochs to continue it, {_NEW_RUN}."
+            f"expected at least as many. Use more epochs to continue it, {NEW_RUN}."
         )
     if config.steps is not None and config.steps > available:
         done = f"the {progress.step} completed steps and " if progress.step else ""
@@ -173,7 +173,7 @@ def check_checkpoint(
         raise UserError(
             f"the run in {config.run.dir} has completed {info.step} steps with other settings:\n"
             + "\n".join(map(describe, wrong))
-            + f"\nA resumed run must have the same {names}. Restore the values, {_NEW_RUN}, which may start from the "
+            + f"\nA resumed run must have the same {names}. Restore the values, {NEW_RUN}, which may start from the "
             "exported weights (--initial_weights)."
         )
     if not has_optimizer and any(name.startswith("optimizer.") for name, _, _ in found):
@@ -182,30 +182,10 @@ def check_checkpoint(
     changed = [name for name, _, _ in changes(state["code"], dict(code), known_only=True)]
     if BASE in changed:
         raise UserError(
-            f"{BASE} have changed since {info.root} was saved; expected those of adapters/. Restore them, {_NEW_RUN}."
+            f"{BASE} have changed since {info.root} was saved; expected those of adapters/. Restore them, {NEW_RUN}."
         )
     lines += [f"  {name} has changed" for name in changed]
     return trainable_only or config.checkpoint.trainable_only, lines
-
-
-def resume_messages(config: TrainerConfig, record: Record, lines: list[str], *, steps: int, rate: float) -> list[str]:
-    """Return the messages about a resumed job: what has changed since the checkpoint, and whether the job is complete.
-
-    `lines` describes changed settings. `rate` is the learning rate of the last completed step under these settings.
-    """
-    before = record.learning_rate
-    if before is not None and abs(rate - before) > 1e-9 * max(abs(rate), abs(before)):
-        lines = [*lines, f"  the learning rate of step {record.step} was {before:g}, and now continues from {rate:g}"]
-    found = [f"d9d: resumed at step {record.step} with other settings:", *lines] if lines else []
-    if record.step < steps or config.evaluation.only:
-        return found
-    by_data = "more data" if config.epochs is None else f"--epochs {config.epochs + 1} or more"
-    more = by_data if config.steps is None else f"--steps {steps + 1} or more"
-    return [
-        f"d9d: the run in {config.run.dir} is complete at step {record.step}: no step is trained. "
-        f"Use {more} to continue it, {_NEW_RUN}.",
-        *(["d9d: since the checkpoint, these have changed, without an effect:", *lines] if lines else []),
-    ]
 
 
 def _check_optimizers(before: JsonValue, now: OptimizerSettings, model: nn.Module) -> None:
@@ -220,5 +200,5 @@ def _check_optimizers(before: JsonValue, now: OptimizerSettings, model: nn.Modul
         raise UserError(
             "optimizer.groups give parameters another optimizer than the checkpoint has state for:\n"
             + "\n".join(wrong[:8])
-            + f"\nA resumed run must have the same optimizer for each parameter. Restore the groups, {_NEW_RUN}."
+            + f"\nA resumed run must have the same optimizer for each parameter. Restore the groups, {NEW_RUN}."
         )

@@ -5,14 +5,13 @@ from contextlib import ExitStack, contextmanager
 
 from pydantic import JsonValue
 
-from d9d_dist import DistributedContext, UserError, agree, gather_json
+from d9d_dist import DistributedContext, UserError, gather_json
 from d9d_dist.failures.first_failure import named_failure
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.engine.local_tiers import local_tiers
 from d9d_loop.engine.start import agree_on_start
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
-from d9d_loop.job.earlier_run import check_owner, check_progress, keep_earlier_files, read_earlier_run
 from d9d_loop.job.end_command import describe_cause, early_failure_reported, report_early_failure, run_command
 from d9d_loop.job.flop_formula import FlopFormula
 from d9d_loop.job.job import Job, build_job
@@ -20,10 +19,10 @@ from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.job_run import evaluate_job, run_job
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.rehearsal import rehearse
-from d9d_loop.job.resume_check import resume_messages
+from d9d_loop.job.start_messages import print_start
 from d9d_loop.resilience import Stopped
 from d9d_loop.resilience.launcher_watch import LauncherWatch
-from d9d_state import CheckpointStore, StateError
+from d9d_state import CheckpointStore
 from d9d_state.folder_lock import locked_folder
 
 
@@ -98,7 +97,7 @@ def _train(
             of_rank_0 = gather_json(rehearsed)[0]
             flops = of_rank_0 and FlopFormula.from_json(of_rank_0)
             job = build_job(plan, store=store, ctx=ctx, events=events, flops=flops)
-            _describe_start(job, changes=run in {None, evaluate_job})
+            print_start(job, changes=run in {None, evaluate_job})
             if run is not None:
                 return run(job)
             result = run_job(job, launcher)
@@ -119,48 +118,6 @@ def _train(
         else:  # without the lock, the status may be that of another job
             report_early_failure(config.run, ctx.rank, error, writes_status=is_locked)
         raise
-
-
-def _describe_start(job: Job, *, changes: bool = True) -> None:
-    """Print the step of the start and, if it matters, `changes`. A start at step 0 keeps progress. Collective."""
-    problem: str | UserError | None = None
-    lines: list[str] = []
-    if job.ctx.is_main_process:
-        try:
-            lines = _start_lines(job)[: None if changes else 1]
-        except UserError as error:
-            problem = error
-        except (OSError, StateError) as error:
-            problem = f"the earlier start of the run in {job.plan.config.run.dir} cannot be read or kept: {error}"
-    agree(problem, error=StateError)
-    for line in lines:
-        print(line, flush=True)
-
-
-def _start_lines(job: Job) -> list[str]:
-    """Check a start at step 0 and rename the files of an earlier one; return the message. Main process only."""
-    config, restored = job.plan.config, job.state.restored
-    if restored is not None:
-        check_owner(config, restored)  # the plan has not seen the steps of local tiers
-        return [f"d9d: resumed from step {job.record.step} at {restored.root}.", *_resume_lines(job)]
-    check_progress(config, job.state.store.root)
-    if not config.evaluation.only:
-        keep_earlier_files(config)
-    lost = read_earlier_run(config.run.dir).completed
-    note = f" The {lost} steps of the last start were not saved." if lost else ""
-    return [f"d9d: the run in {config.run.dir} starts from scratch.{note}"]
-
-
-def _resume_lines(job: Job) -> list[str]:
-    """Describe what has changed since the checkpoint from which a job resumes, and whether the job is complete."""
-    plan, record = job.plan, job.record
-    if record.step == 0:  # a checkpoint of step 0
-        return []
-    rate = job.engine.peak_learning_rate * plan.lr_schedule(record.step - 1)
-    steps = plan.steps if record.ended is None else record.step
-    before, now = job.state.optimizer_before, type(job.engine.optimizer).__qualname__
-    other = [] if before in {None, now} else [f"  the optimizer was {before}, whose state is loaded, and now is {now}"]
-    return list(resume_messages(plan.config, record, [*plan.changes, *other], steps=steps, rate=rate))
 
 
 @contextmanager
