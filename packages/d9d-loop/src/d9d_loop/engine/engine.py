@@ -38,7 +38,7 @@ from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.optimizers.ema import Ema
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.optimizers.weight_average import WeightAverage
-from d9d_loop.resilience import StepGuard, Watch
+from d9d_loop.resilience import BadStepConfig, StepGuard, Watch
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_loop.resilience.same_values import Same
 from d9d_loop.task import BatchTask, LossFunction
@@ -68,7 +68,7 @@ class Engine:
         task: Prepares the model's inputs from a batch, and splits its sequences for context parallelism.
         max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
         num_microbatches: Number of microbatches that most steps have on a rank; other numbers are supported too.
-        guard: Calls the optimizer and skips bad steps; `None` skips only steps without weight.
+        guard: Calls the optimizer and skips bad steps; by default one with the defaults of `BadStepConfig`.
         polls_guard: True to raise `BadStepError` from `step` if the guard decides to stop. False if the caller polls
             the guard and acts on its decisions.
         average: Average of the weights, which each step that is not skipped updates; `None` for none.
@@ -103,7 +103,8 @@ class Engine:
         step_timeout: timedelta | None = None,
     ) -> None:
         self.pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
-        self.model, self.optimizer, self.ctx, self.guard = self.pipeline.model, optimizer, ctx, guard
+        self.model, self.optimizer, self.ctx = self.pipeline.model, optimizer, ctx
+        self.guard = guard or StepGuard(optimizer, config=BadStepConfig(), ctx=ctx)
         self.events = Events() if events is None else events
         self.num_steps, self._num_updates = 0, 0
         self._average = average
@@ -120,7 +121,7 @@ class Engine:
             num_microbatches=num_microbatches,
             ctx=ctx,
             events=self.events,
-            guard=guard,
+            guard=self.guard,
             average=average,
         )
         self._agree = MicrobatchAgreement(task, ctx)
@@ -197,7 +198,7 @@ class Engine:
         """
         self._require_training("forward_backward()")
         problem = stand_in_problem(self.model, self.ctx.size("batch", "dp"))
-        placed, num_added = self._agree(batches, self._step.supported, self._rates(), stand_in_problem=problem)
+        placed, num_added = self._agree(batches, self._step.supported, stand_in_problem=problem)
         values: dict[int, Mapping[str, Tensor]] = {}
         self._step.forward_backward(self.num_steps + 1, placed, loss, num_own=len(batches), values=values)
         found = self.pipeline.gather_tokens([values[index] for index in sorted(values)])
@@ -436,7 +437,7 @@ class Engine:
         return peak * (factor if call == 2.0 else rate / first)
 
     def _apply_decisions(self, *, settle: bool = False) -> None:
-        if self.guard is None or not self._polls_guard:
+        if not self._polls_guard:
             return
         while (bad := self.guard.poll(settle=settle)) is not None:
             self.events.emit(BadStepFound(bad.step, bad.kind, bad.decision, bad.why))

@@ -1,6 +1,5 @@
 """Microbatches of a call: placed on the device, the same number on all ranks."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -12,7 +11,6 @@ from d9d_dist.collectives.consensus import name_ranks
 from d9d_dist.collectives.tree_gather import all_gather_trees
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.batch_digest import digest_batches, digest_on_device, find_difference
-from d9d_loop.resilience.same_values import describe_difference
 from d9d_loop.task import BatchTask
 
 
@@ -33,7 +31,6 @@ class MicrobatchAgreement:
         self,
         batches: Sequence[Any],
         supported: Callable[[int], int],
-        rates: tuple[float, float] = (0.0, 0.0),
         *,
         call: str = "forward_backward()",
         stand_in_problem: str = "",
@@ -43,8 +40,8 @@ class MicrobatchAgreement:
         Also return the number of columns that were added to each of `batches`, see `BatchTask.pad_sequence`.
 
         For `batches`, see `Engine.forward_backward`. `supported` returns the smallest supported number of microbatches
-        that is at least its argument. `rates` are those of `Same`, for engines without a guard. `call` is the
-        method of the engine, for messages. With a `stand_in_problem` on any rank, stand-ins are an error.
+        that is at least its argument. `call` is the method of the engine, for messages. With a `stand_in_problem` on
+        any rank, stand-ins are an error.
 
         Raises:
             UserError: On every rank, if no rank has a batch, ranks of one data-parallel coordinate have different
@@ -59,7 +56,7 @@ class MicrobatchAgreement:
         if batches:
             self._example, self._has_example = batches[-1], True
         digest = digest_batches(batches) if self._has_copies else 0
-        mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, *rates, stand_in_problem]
+        mine = [self._ctx.coordinate("batch", "dp"), len(batches), self._has_example, digest, stand_in_problem]
         counts = same_call(call, mine)
         if self._digests_differ(counts):
             self._compare(batches)
@@ -106,14 +103,12 @@ class MicrobatchAgreement:
         agree(problem)
 
     def _digests_differ(self, counts: Sequence[Any]) -> bool:
-        """Return True if digests differ within a coordinate; raise `UserError` for other values that differ."""
+        """Return True if digests differ within a coordinate; raise `UserError` for numbers of batches that do."""
         if not any(count for _, count, *_ in counts):
             raise UserError("no rank passed a batch; expected at least one batch. Skip the call if there are no data.")
         expected: dict[int, tuple[int, int]] = {}
         differ = False
-        for rank, (dp_rank, count, _, digest, kind, rate, _) in enumerate(counts):
-            if kind != counts[0][4] or not math.isclose(rate, counts[0][5], rel_tol=1e-9):
-                raise UserError(describe_difference(None, rates=True))
+        for rank, (dp_rank, count, _, digest, _) in enumerate(counts):
             num, digest_of_first = expected.setdefault(dp_rank, (count, digest))
             differ = differ or digest != digest_of_first
             if num != count:

@@ -21,7 +21,6 @@ from d9d_loop.engine.step_totals import StepTotals
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.model.model_check import stand_in_problem
-from d9d_loop.optimizers.gate import step_unless
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
 from d9d_loop.optimizers.joined import parts_of
 from d9d_loop.optimizers.weight_average import WeightAverage
@@ -67,7 +66,7 @@ class TrainStep:
         num_microbatches: int,
         ctx: DistributedContext,
         events: Events,
-        guard: StepGuard | None,
+        guard: StepGuard,
         average: WeightAverage | None,
     ) -> None:
         self._pipeline, self._model, self._shared = pipeline, pipeline.model, pipeline.shared
@@ -249,17 +248,13 @@ class TrainStep:
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(number, self._model, grad_norm))
         with _converted_gradients(self._wide) if self._wide else nullcontext():
-            if self._guard is None:
-                taken = weight != 0
-                step_unless(self._optimizer, (~taken).float())
-            else:
-                taken = self._guard.step(number, loss=loss, grad_norm=grad_norm, weight=weight, same=same)
+            taken = self._guard.step(number, loss=loss, grad_norm=grad_norm, weight=weight, same=same)
         if self._average is not None:
             self._average.update(taken)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(number, self._model, self._optimizer, taken))
         # A skipped step leaves no NaN in running statistics.
-        if self._guard is None or self._guard.last_taken is not True:
+        if self._guard.last_taken is not True:
             self._buffers.restore(unless=taken)
         self._drop_gradients()
         return StepResult(loss, weight, grad_norm, taken, self._optimizer.param_groups[0]["lr"])

@@ -48,18 +48,6 @@ def gated(optimizer: Optimizer, gate: Tensor) -> Generator[None]:
         yield
 
 
-def step_unless(optimizer: Optimizer, gate: Tensor) -> None:
-    """Run a step of an optimizer unless `gate`, a 0-dim float32 tensor on the device, is 1.
-
-    Synchronizes host and device if the optimizer does not take the gate, or counts its steps on the host.
-    """
-    if takes_gate(optimizer) and not counts_steps(optimizer):
-        with gated(optimizer, gate):
-            run_step(optimizer)
-    elif not gate:
-        run_step(optimizer)
-
-
 def run_step(optimizer: Optimizer) -> None:
     """Run a step. Raise `UserError` if an operator of the optimizer does not support `DTensor` parameters."""
     try:

@@ -52,17 +52,16 @@ NOTHING = Same()
 """No values to compare."""
 
 
-def describe_difference(step: int | None, *, rates: bool) -> str:
-    """Return the message of the `UserError` about learning rates, or else batches; `step` is None after the step."""
-    where, skipped = ("", "") if step is None else (f"step {step}: ", ", so the update was skipped")
+def describe_difference(step: int, *, rates: bool) -> str:
+    """Return the message of the `UserError` about learning rates, or else batches."""
     if rates:
         return (
-            f"{where}the learning rates of step(learning_rate) or set_learning_rates(), or `only` of step(), differ "
-            f"between ranks{skipped}; expected equal ones, also from a scheduler. Compute them from values that all "
-            "ranks share, such as Engine.num_steps or StepResult.loss."
+            f"step {step}: the learning rates of step(learning_rate) or set_learning_rates(), or `only` of step(), "
+            "differ between ranks, so the update was skipped; expected equal ones, also from a scheduler. Compute them "
+            "from values that all ranks share, such as Engine.num_steps or StepResult.loss."
         )
     return (
-        f"{where}the batches of a data-parallel coordinate differ between its ranks{skipped}; expected equal ones on "
-        "all pipeline-, context- and tensor-parallel ranks. Choose a rank's data by ctx.coordinate('batch', 'dp'), and "
-        "sample once for each coordinate."
+        f"step {step}: the batches of a data-parallel coordinate differ between its ranks, so the update was skipped; "
+        "expected equal ones on all pipeline-, context- and tensor-parallel ranks. Choose a rank's data by "
+        "ctx.coordinate('batch', 'dp'), and sample once for each coordinate."
     )
