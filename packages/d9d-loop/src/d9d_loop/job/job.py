@@ -24,7 +24,7 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
 from d9d_loop.job.resume_check import Progress
-from d9d_loop.resilience import HangWatchdog, StepGuard, StopSignals, StragglerWatch
+from d9d_loop.resilience import HangWatchdog, StopSignals, StragglerWatch
 from d9d_loop.task import LossFunction, measured_loss
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_state import CheckpointStore
@@ -35,7 +35,6 @@ class Job:
     """Parts of a training job on one rank, restored from the newest checkpoint if there is one.
 
     Attributes:
-        guard: Decides on bad steps.
         loss: Loss of a microbatch, which also updates the task's metrics.
         loader: Yields this rank's microbatches of each step, on its device.
         evaluate: Evaluates the model; `None` without evaluation data.
@@ -47,7 +46,6 @@ class Job:
     ctx: DistributedContext
     events: Events
     engine: Engine
-    guard: StepGuard
     loss: LossFunction
     loader: StreamLoader
     evaluate: Evaluator | None
@@ -85,7 +83,7 @@ def build_job(
         progress=config.logging.progress,
         compile_with=config.compile,
     )
-    pipeline, optimizer, guard = training.pipeline, training.optimizer, training.guard
+    pipeline, optimizer = training.pipeline, training.optimizer
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
     loader = _build_loader(plan, ctx)
     state = JobState(
@@ -94,7 +92,7 @@ def build_job(
         optimizer=optimizer,
         average=training.average,
         metrics=metrics,
-        parts={"data": loader, "bad_steps": guard},
+        parts={"data": loader, "bad_steps": training.guard},
         config=redact_secrets(plan.resolved),
         data_identity=plan.data_identity(),
         code={**plan.code, **evaluation_digest(plan.evaluation_identity())},
@@ -123,7 +121,6 @@ def build_job(
         ctx=ctx,
         events=events,
         engine=engine,
-        guard=guard,
         loss=partial(measured_loss, task, metrics),
         loader=loader,
         evaluate=_build_evaluator(plan, engine, reference),

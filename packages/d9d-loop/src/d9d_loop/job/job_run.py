@@ -86,7 +86,7 @@ def run_job(job: Job, launcher: LauncherWatch) -> TrainResult | Stopped:
             job.journal.progress(record.step, saved=job.state.last_saved)
             _draw_measured(job, timeline)
             is_last = record.step == plan.steps
-            if is_last and not job.guard.has_applied:
+            if is_last and not job.engine.guard.has_applied:
                 raise BadStepError(
                     f"no update was applied in the steps {ready.step + 1} to {record.step}: all were bad steps."
                 )
@@ -304,7 +304,7 @@ def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle:
     `batches` and `before` are the microbatches of the last step and of the step before it. With `settle`, wait for the
     decision on the last step. Raises `BadStepError` on every rank if a decision is to stop.
     """
-    while (bad := job.guard.poll(settle=settle)) is not None:
+    while (bad := job.engine.guard.poll(settle=settle)) is not None:
         why = bad.why
         if bad.kind == "non-finite":
             why += _origin_of(job, bad, batches if bad.step == job.record.step else before)
@@ -329,7 +329,7 @@ def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
 def _roll_back(job: Job) -> None:
     with job.watchdog.phase("the rollback to a checkpoint"):
         restored = job.state.roll_back()
-    job.guard.on_rollback()
+    job.engine.guard.on_rollback()
     job.record.take(restored)
     job.engine.after_restore(restored.step)
     job.reports.on_rollback()
