@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +17,6 @@ import torch
 from pydantic import JsonValue
 
 from d9d_dist import DistributedContext, agree
-from d9d_loop.report.run_history import read_history
 from d9d_loop.writable import replace_text
 from d9d_metrics.peak_memory import peak_bytes
 from d9d_metrics.trackers.redaction import redact_command, redact_secrets
@@ -76,8 +74,6 @@ def write_environment(folder: Path, ctx: DistributedContext, *, started: datetim
         "commit": _commit(),
     }
     described["lives"] = [*_earlier_lives(path), life][-_MOST_LIVES:]
-    if (history := read_history(folder)) is not None:
-        described["history"] = asdict(history)
     replace_text(path, json.dumps(described, indent=2) + "\n")
 
 
