@@ -11,10 +11,8 @@ column. Of tensors on an accelerator all integers are compared, and no other val
 import ctypes
 import re
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from xxhash import xxh3_64
 
 from d9d_dist import gather_json
 from d9d_dist.collectives.tree_gather import all_gather_trees
@@ -38,10 +37,10 @@ def digest_batches(batches: Sequence[Any]) -> int:
 
     Of tensors on an accelerator only dtypes and shapes are included; see `digest_on_device`.
     """
-    digest = len(batches)
+    digest = xxh3_64(b"%d" % len(batches))
     for path, leaf in _leaves(batches, ""):
-        digest = _digest(leaf, path, digest)
-    return digest
+        _add(leaf, path, digest)
+    return digest.intdigest()
 
 
 def find_difference(batches: Sequence[Any], group: dist.ProcessGroup) -> tuple[int, int, str] | None:
@@ -50,7 +49,7 @@ def find_difference(batches: Sequence[Any], group: dist.ProcessGroup) -> tuple[i
     `None` if no rank differs. Collective: `gather_json`, and `all_gather_trees` of samples if only floats differ.
     """
     leaves = dict(_leaves(batches, ""))
-    digests = {path: [_kind(leaf), _digest(leaf, "", 0)] for path, leaf in leaves.items()}
+    digests = {path: [_kind(leaf), _add(leaf, "", xxh3_64()).intdigest()] for path, leaf in leaves.items()}
     first, *others = gather_json(digests, group)
     ranks = dist.get_process_group_ranks(group)
     floats: set[str] = set()
@@ -127,20 +126,16 @@ def _kind(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def _digest(leaf: Any, path: str, digest: int) -> int:
-    """Return the digest of a leaf, its path, and an earlier digest."""
-    if not isinstance(leaf, Tensor):
-        is_known = isinstance(leaf, str | bytes | int | float | complex | list | None)
-        return zlib.crc32(f"{path}{leaf!r}".encode(), digest) if is_known else digest
-    description, content = f"{path}{leaf.dtype}{leaf.shape}", b""
-    if leaf.is_cpu and leaf.layout is torch.strided and not isinstance(leaf, DTensor):
-        values = _samples(leaf)
-        if values.is_floating_point():
-            content = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-        else:  # Wraps around. For token ids, faster than a checksum of the bytes.
-            values = values if values.dtype == torch.int64 else values.to(torch.int64)
-            description += str(torch.dot(values, _factors(len(values))).item())
-    return zlib.crc32(content, zlib.crc32(description.encode(), digest))
+def _add(leaf: Any, path: str, digest: xxh3_64) -> xxh3_64:
+    """Add a leaf and its path to a digest, and return the digest."""
+    if isinstance(leaf, Tensor):
+        digest.update(f"{path}{leaf.dtype}{leaf.shape}".encode())
+        if leaf.is_cpu and leaf.layout is torch.strided and not isinstance(leaf, DTensor):
+            values = _samples(leaf)
+            digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+    elif isinstance(leaf, str | bytes | int | float | complex | list | None):
+        digest.update(f"{path}{leaf!r}".encode())
+    return digest
 
 
 def _samples(tensor: Tensor) -> Tensor:
@@ -150,11 +145,6 @@ def _samples(tensor: Tensor) -> Tensor:
     limit = _MAX_FLOATS if flat.is_floating_point() else _MAX_INTEGERS
     size = len(flat)
     return (flat if size <= limit else flat[:: -(-size // limit) | 1]).contiguous()
-
-
-@lru_cache(maxsize=16)
-def _factors(size: int) -> Tensor:
-    return torch.arange(1, size + 1) * _FACTOR + 1
 
 
 def _are_close(values: Tensor, others: Tensor) -> bool:
