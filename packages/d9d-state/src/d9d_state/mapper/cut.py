@@ -103,7 +103,7 @@ class _Pad:
             yield Constant(self.value, target.narrow(dim, held, size - held))
 
     def inverse(self) -> "_Unpad":
-        return _Unpad(self.dim, self.size, self.padded_size, self.value)
+        return _Unpad(self)
 
     def describe(self) -> str:
         return f"pad(dim={self.dim}, {self.size} to {self.padded_size} with {self.value})"
@@ -112,25 +112,23 @@ class _Pad:
 @final
 @dataclass(frozen=True, slots=True)
 class _Unpad(OneInput):
-    dim: int
-    size: int
-    padded_size: int
-    value: float
+    padding: _Pad
 
     def shapes(self, shape: Shape) -> tuple[Shape]:
-        return (resized(shape, sized_dim(shape, self.dim, self.padded_size), self.size),)
+        dim = sized_dim(shape, self.padding.dim, self.padding.padded_size)
+        return (resized(shape, dim, self.padding.size),)
 
     def move(self, tensor: Tensor) -> tuple[Tensor]:
-        return (tensor.narrow(self.dim, 0, self.size),)
+        return (tensor.narrow(self.padding.dim, 0, self.padding.size),)
 
     def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
         return region, target
 
     def inverse(self) -> _Pad:
-        return _Pad(self.dim, self.size, self.padded_size, self.value)
+        return self.padding
 
     def describe(self) -> str:
-        return f"unpad(dim={self.dim}, {self.padded_size} to {self.size})"
+        return f"unpad(dim={self.padding.dim}, {self.padding.padded_size} to {self.padding.size})"
 
 
 def narrow(src: str, dst: str | None = None, *, dim: int = 0, start: int, length: int) -> StateMapper:
