@@ -31,7 +31,7 @@ def test_module_tensors_are_the_tensors_themselves_without_non_persistent_buffer
 
 def test_aliases_map_tied_tensors_to_their_first_name() -> None:
     assert list(unique_tensors(_Tied())) == ["scale", "embedding.weight"]
-    assert aliases(_Tied()) == {
+    assert aliases(module_tensors(_Tied())) == {
         "scale": "scale",
         "embedding.weight": "embedding.weight",
         "head.weight": "embedding.weight",

@@ -21,6 +21,7 @@ from d9d_peft.peft_config import (
 from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME
 from d9d_peft.stored_adapters import StoredAdapters, StoredNames, agreed_adapters, base_names, gather_names
 from d9d_state import StateMapper
+from d9d_state.module_tensors import aliases
 
 
 def load_adapters(
@@ -101,15 +102,13 @@ def _check(
 
 def _refuse_untied(stored: StoredAdapters, read: Callable[[str], Tensor], folder: Path) -> None:
     """Raise `UserError` if the files have different values for a parameter that the model ties."""
-    keys: dict[int, str] = {}
-    for tensors in stored.modules.values():
-        for key, tensor in tensors.items():
-            first = keys.setdefault(id(tensor), key)
-            if first != key and not torch.equal(read(first), read(key)):
-                raise UserError(
-                    f"the adapters in {folder} have different values of {first} and {key}, which the model ties; "
-                    "expected equal values. Load them into an untied model (tie_word_embeddings = false)."
-                )
+    of_modules = {key: tensor for tensors in stored.modules.values() for key, tensor in tensors.items()}
+    for key, first in aliases(of_modules).items():
+        if first != key and not torch.equal(read(first), read(key)):
+            raise UserError(
+                f"the adapters in {folder} have different values of {first} and {key}, which the model ties; expected "
+                "equal values. Load them into an untied model (tie_word_embeddings = false)."
+            )
 
 
 def _refuse_mismatch(

@@ -8,7 +8,8 @@ from torch import nn
 
 from d9d_dist.errors import shorten
 from d9d_peft._targets import Target, check_target, is_target
-from d9d_peft.method import Plan, first_names
+from d9d_peft.method import Plan
+from d9d_state.module_tensors import aliases
 
 
 @final
@@ -29,7 +30,7 @@ class FullTune:
 
     def plan(self, model: nn.Module) -> Plan:
         """Plan to train the matching parameters; see `PeftMethod.plan`."""
-        first = first_names(model)
+        first = aliases(dict(model.named_parameters(remove_duplicate=False)))
         parameters = frozenset(first[name] for name in self._matches(model))
         modules = model.named_modules()
         owners = [name for name, module in modules if name and next(module.parameters(recurse=False), None) is not None]

@@ -18,7 +18,8 @@ from d9d_dist import UserError, full_tensor, local_region
 from d9d_dist.errors import shorten
 from d9d_peft._targets import Target, check_target, describe, is_target, refuse_layers
 from d9d_peft.adapter import Adapter
-from d9d_peft.method import Plan, first_names
+from d9d_peft.method import Plan
+from d9d_state.module_tensors import aliases
 
 
 @final
@@ -147,7 +148,8 @@ class LowRankMethod(ABC):
 
     def plan(self, model: nn.Module) -> Plan:
         """Plan an adapter for each matching layer; see `PeftMethod.plan`."""
-        method, modules, first = type(self).__name__, dict(model.named_modules()), first_names(model)
+        method, modules = type(self).__name__, dict(model.named_modules())
+        first = aliases(dict(model.named_parameters(remove_duplicate=False)))
         found = {name: module for name, module in modules.items() if is_target(self.target, name, module)}
         layers = {name: module for name, module in found.items() if self._supports(module)}
         refuse_layers(layers, modules, method)

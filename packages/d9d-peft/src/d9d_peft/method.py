@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         claimed: Names of the model's parameters that the method trains or adapts; no other method of a `Stack` may
-            claim them. A tied parameter has its first name (`first_names`).
+            claim them. A tied parameter has its first name (`aliases`).
         trainable: Names of the claimed parameters that are trained directly, without an adapter.
         adapters: Adapters by the name of their layer; all their parameters are trained.
         unmatched: Error messages for targets that match nothing.
@@ -112,12 +112,6 @@ def inject(
             if tensor.requires_grad != trainable and isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(trainable)
     return parallel(original, keep(*new_names)) if new_names else original
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Map each parameter name to the first name of the same tensor, which differs only for tied parameters."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}
 
 
 def _check_unprepared(model: nn.Module, child: str) -> bool:

@@ -17,6 +17,7 @@ from d9d_peft.peft_config import owners
 from d9d_peft.peft_layout import PREFIX, StoredLayer
 from d9d_peft.stored_parameter import StoredParameter, nested
 from d9d_state import StateMapper
+from d9d_state.module_tensors import aliases
 
 _WEIGHT = ".weight"
 
@@ -143,8 +144,7 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None, adapter: 
         )
     _refuse_second_names(model, {name: layer for name, (layer, _) in layers.items()})
     tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    names: dict[int, str] = {}  # the first of a tied tensor
-    first = {name: names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    first = aliases(tensors)
     modules = _tuned_modules(tensors, first, base_mapper, owned=adapter_parameters(model))
     return StoredAdapters(*_stored_layers(supported, first, base_mapper), modules)
 

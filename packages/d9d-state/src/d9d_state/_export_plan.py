@@ -77,7 +77,8 @@ def exchange_stages(
     Raises `UserError` on every rank if the mapper and the model do not match, or a group's inputs are on several
     stages.
     """
-    tensors, first_names = module_tensors(model), aliases(model)
+    tensors = module_tensors(model)
+    first_names = aliases(tensors)
     infos = {name: TensorInfo.of(tensors[name]) for name in mapper.inputs if name in tensors}
     consumed = {first_names[name] for name in infos}
     unconsumed = [name for name, first in first_names.items() if name == first and first not in consumed]

@@ -96,7 +96,7 @@ def _checked(
     """Check files, mapper and model; return the files, the mapper restricted to the model, and outputs per group."""
     source = ModelFolder.open(folder)
     tensors = module_tensors(model)
-    first_names = aliases(model)
+    first_names = aliases(tensors)
     whole = identity_of(model) if mapper is None else mapper
     # Without a mapper, the files may contain a tied tensor under any of its names.
     part = identity(*tensors) if mapper is None else mapper.restrict(outputs=tensors)

@@ -1,5 +1,7 @@
 """Names and tensors of a module's state: parameters and persistent buffers."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from d9d_dist import UserError, canonical_name
@@ -24,11 +26,10 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer once, under its first name."""
     tensors = module_tensors(module)
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
+    return {name: tensors[name] for name in dict.fromkeys(aliases(tensors).values())}
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
+def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Map each name to the first name of the same tensor; the name of an untied tensor maps to itself."""
     first_names: dict[int, str] = {}
-    return {name: first_names.setdefault(id(tensor), name) for name, tensor in module_tensors(module).items()}
+    return {name: first_names.setdefault(id(tensor), name) for name, tensor in tensors.items()}

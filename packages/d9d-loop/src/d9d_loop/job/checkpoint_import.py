@@ -18,7 +18,7 @@ from d9d_loop.job.job_run import result_of
 from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_state import StateMapper
 from d9d_state.checkpoint.tensors import named_parameters
-from d9d_state.module_tensors import aliases, module_tensors
+from d9d_state.module_tensors import aliases, module_tensors, unique_tensors
 
 _NO_EFFECT = {"params", "param_names", "initial_lr", "lr_scale", "foreach", "fused", "capturable", "differentiable"}
 
@@ -33,7 +33,7 @@ def import_checkpoint(job: Job, path: Path, *, step: int | None, optimizer: Opti
             "torchrun, and --run.name NAME."
         )
     mapper = plan.model.provider.state_mapper(model)
-    found = read_foreign(path, {*aliases(model), *(mapper.inputs if mapper else ())}, model, optimizer)
+    found = read_foreign(path, {*module_tensors(model), *(mapper.inputs if mapper else ())}, model, optimizer)
     step = found.step if step is None else step
     groups = mapper.groups if mapper else ()
     sources = {output: group.inputs for group in groups for output in group.outputs}
@@ -65,13 +65,13 @@ def import_checkpoint(job: Job, path: Path, *, step: int | None, optimizer: Opti
 
 def _mapped(tensors: dict[str, Tensor], mapper: StateMapper | None, model: nn.Module) -> dict[str, Tensor]:
     """Return tensors of the weights on disk as those of the model; raise `UserError` if they do not fit it."""
-    first_names, groups = aliases(model), mapper.groups if mapper else ()
+    first_names, groups = aliases(module_tensors(model)), mapper.groups if mapper else ()
     try:
         found = mapper.apply_all(tensors) if mapper else {first_names[name]: each for name, each in tensors.items()}
     except ValueError as error:
         raise UserError(f"the checkpoint does not fit the model: {error}") from None
     kept = {name for group in groups if not group.inputs for name in group.outputs}
-    shapes = {name: each.shape for name, each in module_tensors(model).items() if first_names[name] == name}
+    shapes = {name: each.shape for name, each in unique_tensors(model).items()}
     got = {name: list(each.shape) for name, each in found.items()}
     if wrong := [name for name in shapes if name not in kept and got.get(name) != list(shapes[name])]:
         lines = [f"{name} is {got.get(name)}, expected {list(shapes[name])}" for name in wrong]

@@ -22,6 +22,7 @@ from d9d_dist.errors import refuse_listed
 from d9d_loop.model._hugging_face_heads import Accepted
 from d9d_loop.model.recorded_tensor import RecordedTensor, recorded_mapper
 from d9d_state import ModelFolder, StateMapper, TensorInfo, drop, keep, narrow, parallel, read_model_state
+from d9d_state.module_tensors import aliases
 
 _BLOCK_BYTES = 64 << 20
 
@@ -110,10 +111,7 @@ def _unique_tensors(model: nn.Module, *, last: Collection[str] = ()) -> dict[str
     A tied tensor gets its first name that is not in `last`, or else its first name.
     """
     tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    names: dict[int, str] = {}
-    for name in sorted(tensors, key=lambda name: name in last):
-        names.setdefault(id(tensors[name]), name)
-    chosen = set(names.values())
+    chosen = set(aliases({name: tensors[name] for name in sorted(tensors, key=lambda name: name in last)}).values())
     return {name: tensor for name, tensor in tensors.items() if name in chosen}
 
 

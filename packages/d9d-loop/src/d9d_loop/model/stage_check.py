@@ -15,6 +15,7 @@ from d9d_loop.model.model_provider import ModelProvider
 from d9d_pipeline import Inputs
 from d9d_pipeline.channel import stage_output
 from d9d_pipeline.shared_parameters import shared_names
+from d9d_state.module_tensors import aliases
 
 
 def build_stages(provider: ModelProvider, num_stages: int, *, seed: int = 0) -> list[nn.Module]:
@@ -83,10 +84,8 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 def _tied_names(model: nn.Module) -> set[str]:
     """Return the first name of each tied parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(canonical_name(name))
-    return {places[0] for places in names.values() if len(places) > 1}
+    first_names = aliases(dict(model.named_parameters(remove_duplicate=False)))
+    return {canonical_name(first) for name, first in first_names.items() if name != first}
 
 
 def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, stage_ranks: Sequence[int]) -> None:

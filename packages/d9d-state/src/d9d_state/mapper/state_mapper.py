@@ -167,8 +167,8 @@ class StateMapper(Graph):
         """
         held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
         if isinstance(target, nn.Module):
-            wanted = {name: TensorInfo.of(tensor) for name, tensor in module_tensors(target).items()}
-            first_names = aliases(target)
+            tensors = module_tensors(target)
+            wanted, first_names = {name: TensorInfo.of(each) for name, each in tensors.items()}, aliases(tensors)
         else:
             wanted, first_names = target, {name: name for name in target}
         refuse_mismatches(
