@@ -7,7 +7,7 @@ error or returns garbage.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, final, runtime_checkable
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from d9d_dist.errors import UserError
 from d9d_dist.shards import local_tensor
-
-
-@runtime_checkable
-class Offloadable(Protocol):
-    """Object whose state can be offloaded from the device."""
-
-    def offload(self) -> None:
-        """Free the device memory of the state. Raises `UserError` if the state is already offloaded."""
-        ...
-
-    def onload(self) -> None:
-        """Restore the state on the device. Raises `UserError` if the state is not offloaded."""
-        ...
 
 
 @final
@@ -102,7 +89,7 @@ class ModuleOffloader:
         self._offloaded: Offloaded | None = None
 
     def offload(self) -> None:
-        """Free the device memory of the state; see `Offloadable.offload`. No collectives."""
+        """Free the device memory of the state. No collectives. Raises `UserError` if the state is already offloaded."""
         if self._offloaded is not None:
             raise UserError("got offload() of a module that is already offloaded; call onload() first.")
         for module in self._module.modules():
@@ -111,7 +98,7 @@ class ModuleOffloader:
         self._offloaded = offload_tensor(*self._tensors())
 
     def onload(self) -> None:
-        """Restore the state on the device; see `Offloadable.onload`. No collectives."""
+        """Restore the state on the device. No collectives. Raises `UserError` if the state is not offloaded."""
         if self._offloaded is None:
             raise UserError("got onload() of a module that is not offloaded; call offload() first.")
         onload_tensor(self._offloaded)
