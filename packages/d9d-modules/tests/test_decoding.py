@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import MeshConfig, StageInfo, UserError, materialize
+from d9d_dist import MeshConfig, StageInfo, UserError, materialize, sdpa_attention
 from d9d_dist.testing import run_ranks
 from d9d_modules import (
     LLAMA3,
@@ -25,6 +25,7 @@ from d9d_modules import (
     decoder_from_hugging_face,
     generate,
     parallelize_decoder,
+    rotary_tables,
 )
 from d9d_modules.decoding import CachedContext, WholeContext
 from d9d_modules.linear import Linear
@@ -170,6 +171,30 @@ def test_sliding_windows_keep_only_their_positions() -> None:
     cache.num_new = 1
     _, (second,) = cache.extend(None, torch.tensor([[50]]))
     assert second.tolist() == [[3, 4, 5, 50]]
+
+
+@final
+class _Windowed:
+    """Attention function of a user that declares its window, and records the number of keys."""
+
+    window = 4
+    num_keys = 0
+
+    def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+        self.num_keys = k_BSGK.shape[1]
+        return sdpa_attention(q_BLHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
+
+
+@torch.no_grad()
+def test_the_cache_of_any_function_that_declares_a_window_keeps_only_the_window() -> None:
+    attention = GroupedQueryAttention(WIDTH, num_heads=2, num_kv_heads=1, head_dim=8)
+    attention.attention_function = windowed = _Windowed()
+    cache = attention.start_cache(100)
+    for start, length in ((0, 8), (8, 1)):
+        cache.num_new = length
+        positions = torch.arange(start, start + length).view(1, -1)
+        attention(torch.randn(1, length, WIDTH), rotary_tables(positions, head_dim=8, theta=100.0))
+    assert windowed.num_keys == 4
 
 
 @torch.no_grad()

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from d9d_dist import Attention
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
-from d9d_dist.context_parallel.attention import DeclaresCausality
+from d9d_dist.context_parallel.attention import DeclaresCausality, DeclaresWindow
 from d9d_dist.context_parallel.ring import RingAttention
-from d9d_modules.attention_backends.choice import ChosenAttention
 
 
 class MixerCache(Protocol):
@@ -128,7 +127,7 @@ class CachedAttention(nn.Module):
     def start_cache(self, capacity: int) -> PositionCache:
         """See `SupportsCache`."""
         function = self.attention_function
-        window = function.options.window if isinstance(function, ChosenAttention) else None
+        window = function.window if isinstance(function, DeclaresWindow) else None
         self._cache = PositionCache(capacity, window=window)
         return self._cache
 
