@@ -38,7 +38,6 @@ from d9d_modules import (
     WholeRows,
 )
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
-from d9d_modules.decay_gate import DecayParallel
 from d9d_modules.delta_context import DeltaContext
 from d9d_pipeline import SharedParameters
 
@@ -269,14 +268,17 @@ def states_pass_from_document_to_document_between_chunks() -> AbstractContextMan
 @caught_by("delta,tp=2", is_nightly=True)
 @contextmanager
 def every_rank_has_the_decay_of_the_first_heads() -> Generator[None]:
-    real = DecayGate.forward
+    real, placements = DecayGate.forward, HeadParallel.placements
 
     def first(self: Any, x_BLH: Tensor) -> Tensor:
         whole = torch.cat((x_BLH, torch.zeros_like(x_BLH)), dim=-1)
         return real(self, whole)[..., : x_BLH.shape[-1]]
 
+    def of_others(self: HeadParallel) -> Any:
+        return placements(self) if self.names == ("weight",) else {}
+
     with (
-        mock.patch.object(DecayParallel, "placements", return_value={}),
+        mock.patch.object(HeadParallel, "placements", of_others),
         mock.patch.object(DecayGate, "forward", first),
     ):
         yield

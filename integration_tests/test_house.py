@@ -440,7 +440,7 @@ LINES = {
     "d9d-dist": 9063,
     "d9d-loop": 40406,
     "d9d-metrics": 3985,
-    "d9d-modules": 9370,
+    "d9d-modules": 9356,
     "d9d-moe": 3152,
     "d9d-peft": 2851,
     "d9d-pipeline": 2827,

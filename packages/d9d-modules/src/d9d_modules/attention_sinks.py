@@ -39,8 +39,10 @@ class AttentionSinks(nn.Module):
 @final
 @dataclass(frozen=True)
 class HeadParallel(TensorStyle):
-    """Tensor-parallel style that shards a module's `weight` [H, ...] by attention heads, as `Shard(0)`."""
+    """Tensor-parallel style that shards a module's parameters [H, ...], `names`, by attention heads, as `Shard(0)`."""
+
+    names: tuple[str, ...] = ("weight",)
 
     def placements(self) -> Mapping[str, Placement]:
         """See `d9d_dist.TensorStyle.placements`."""
-        return {"weight": Shard(0)}
+        return dict.fromkeys(self.names, Shard(0))

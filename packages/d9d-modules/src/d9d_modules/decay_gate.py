@@ -4,16 +4,13 @@ Shape legend: B batch, L length, H heads.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Shard
 from torch.nn import functional as F
 
-from d9d_dist import TensorStyle, UserError
+from d9d_dist import UserError
 
 _LARGEST_RATE = 16.0
 _SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
@@ -77,15 +74,3 @@ class LogSigmoidDecayGate(nn.Module):
         """Return the logarithms of the decays [B, L, H], float32 or float64, for gate inputs [B, L, H]."""
         dtype = torch.promote_types(x_BLH.dtype, torch.float32)
         return F.logsigmoid(x_BLH.to(dtype) + self.bias) / self.normalizer
-
-
-@final
-@dataclass(frozen=True)
-class DecayParallel(TensorStyle):
-    """Tensor-parallel style that shards the parameters [H] of a decay gate, `names`, by heads, as `Shard(0)`."""
-
-    names: tuple[str, ...] = ("log_rate", "bias")
-
-    def placements(self) -> Mapping[str, Placement]:
-        """See `d9d_dist.TensorStyle.placements`."""
-        return dict.fromkeys(self.names, Shard(0))

@@ -16,7 +16,7 @@ from d9d_dist import ColumnParallel, RowParallel, TensorRegion, TensorStyle, Use
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.attention_sinks import HeadParallel
 from d9d_modules.convolution import CausalConvolution
-from d9d_modules.decay_gate import DecayGate, DecayParallel, LogSigmoidDecayGate
+from d9d_modules.decay_gate import DecayGate, LogSigmoidDecayGate
 from d9d_modules.delta_context import DeltaContext
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.linear import Linear
@@ -215,7 +215,7 @@ class GatedDeltaNet(nn.Module):
             f"{name}.v_conv": HeadParallel(),
             f"{name}.beta_proj": ColumnParallel(input=None),
             f"{name}.decay_proj": ColumnParallel(input=None),
-            f"{name}.decay_gate": DecayParallel(tuple(self.decay_gate._parameters)),
+            f"{name}.decay_gate": HeadParallel(tuple(self.decay_gate._parameters)),
             f"{name}.gate_proj": values,
             f"{name}.o_proj": RowParallel(output=activation),
         }
