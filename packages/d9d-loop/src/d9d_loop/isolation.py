@@ -11,10 +11,13 @@ from d9d_dist.values import seeds
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Generator[None]:
-    """Switch to evaluation mode without gradients; restore modes of modules, buffers and random states on exit."""
+    """Switch to evaluation mode without gradients; restore modes of modules, buffers and random states on exit.
+
+    A module that overrides `train` gets the call of its mode, as by `model.train()`.
+    """
     from d9d_dist.values.buffer_values import BufferValues  # noqa: PLC0415 - imports DTensor, which event handlers do not need
 
-    training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     buffers = BufferValues(model)
     model.eval()
     try:
@@ -22,8 +25,12 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
             yield
     finally:
         buffers.restore()
-        for module in training:
-            module.training = True
+        for module, mode in modes:  # outer modules first: an own `train` also sets the modes of inner ones
+            if module.training is not mode:
+                if type(module).train is nn.Module.train:
+                    module.training = mode
+                else:
+                    module.train(mode)
 
 
 @contextmanager
