@@ -52,6 +52,21 @@ def test_accumulated_gradients_do_not_share_memory(mesh: DeviceMesh) -> None:
     assert [gradient.tolist() for gradient in found] == [[0, 3, 6, 9], [0, 3, 6, 9], [12, 12, 12, 12]]
 
 
+def test_attention_of_torch_uses_its_output_layer_without_a_call(mesh: DeviceMesh) -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.linspace(-1, 1, 24).view(2, 3, 4)
+    expected, _ = attention(x, x, x)
+    expected.square().sum().backward()
+    gradients = [parameter.grad for parameter in attention.parameters()]
+    y, _ = _local(mesh, attention)(x, x, x)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    for parameter, gradient in zip(attention.parameters(), gradients, strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        assert gradient is not None
+        assert torch.equal(parameter.grad.full_tensor(), gradient)
+
+
 class _Fails(nn.Module):
     def __init__(self) -> None:
         super().__init__()

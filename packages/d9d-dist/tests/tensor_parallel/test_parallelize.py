@@ -233,6 +233,33 @@ def test_a_plan_that_does_not_match_the_model_is_refused(plan: dict[str, TensorS
     assert run_ranks(_refusal, plan, {}, 3, world_size=3) == [message] * 3
 
 
+class _SplitsFeatures(TensorStyle):
+    def placements(self) -> Mapping[str, Placement]:
+        return {"weight": Shard(1)}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv1d(8, 8, 3, groups=2),
+        nn.ConvTranspose1d(8, 8, 3),
+        nn.GroupNorm(2, 8),
+        nn.BatchNorm1d(8),
+        nn.Bilinear(8, 8, 8),
+        nn.Embedding(8, 8),
+    ],
+)
+@pytest.mark.parametrize("style", [ColumnParallel(), RowParallel()])
+def test_layers_that_a_split_weight_changes_are_an_error(style: TensorStyle, layer: nn.Module) -> None:
+    with MeshConfig().build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        with pytest.raises(
+            UserError, match=rf"Parallel got {type(layer).__name__}\(.*; expected a linear layer, a convo"
+        ):
+            parallelize_tensor(nn.ModuleDict({"layer": layer}), mesh, {"layer": style})
+        parallelize_tensor(nn.ModuleDict({"layer": nn.Conv1d(8, 8, 3)}), mesh, {"layer": style})
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -252,7 +279,7 @@ def test_a_plan_that_does_not_match_the_model_is_refused(plan: dict[str, TensorS
             "expected a layer such as torch.nn.Linear. Name the layer itself in the plan.",
         ),
         (
-            {"embedding": RowParallel(), "head": VocabParallelHead()},
+            {"embedding": _SplitsFeatures(), "head": VocabParallelHead()},
             "embedding.weight and head.weight are one tied parameter, which the plan places as S(1) and as S(0); "
             "expected one placement.",
         ),

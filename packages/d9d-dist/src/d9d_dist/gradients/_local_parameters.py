@@ -84,6 +84,8 @@ def compute_locally(
         hooks = LocalParameters()
         module.register_forward_pre_hook(hooks.enter)
         module.register_forward_hook(hooks.leave, prepend=True, always_call=True)
+        if isinstance(module, nn.MultiheadAttention):  # reads the parameters of out_proj without calling it
+            _enter_with(module, module.out_proj, compute_locally(module.out_proj))
     hooks.partial_axes.update(partial_axes)
     hooks.compute_dtype = compute_dtype or hooks.compute_dtype
     hooks.reduce_dtype = reduce_dtype or hooks.reduce_dtype

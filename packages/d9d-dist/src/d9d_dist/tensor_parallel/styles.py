@@ -34,6 +34,9 @@ FEATURES = Shard(-1)
 """Placement of an activation whose last dim is split."""
 
 
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.PReLU)
+
+
 class TensorStyle:
     """Tensor-parallel behavior of a submodule. Base class for custom styles.
 
@@ -113,6 +116,10 @@ class ColumnParallel(TensorStyle):
         """See `TensorStyle.placements`."""
         return {"weight": Shard(0), "bias": Shard(0)}
 
+    def check(self, module: nn.Module) -> None:
+        """See `TensorStyle.check`."""
+        _check_linear(self, module)
+
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
         features = inner(_redistribute_input(_first_arg(args, self, module), self.input, mesh), *args[1:], **kwargs)
@@ -136,6 +143,10 @@ class RowParallel(TensorStyle):
     def placements(self) -> Mapping[str, Placement]:
         """See `TensorStyle.placements`."""
         return {"weight": Shard(1)}
+
+    def check(self, module: nn.Module) -> None:
+        """See `TensorStyle.check`."""
+        _check_linear(self, module)
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
@@ -262,6 +273,18 @@ def _vocab_parallel_form(loss: TokenLoss) -> Callable[[DeviceMesh], TokenLoss] |
     if loss is token_cross_entropy:
         return VocabParallelCrossEntropy
     return loss.vocab_parallel if isinstance(loss, HasVocabParallelForm) else None
+
+
+def _check_linear(style: TensorStyle, module: nn.Module) -> None:
+    """Raise `UserError` for a layer of torch whose weight cannot be split, such as a grouped convolution."""
+    groups = getattr(module, "groups", 1)
+    is_own = type(module).forward.__module__.partition(".")[0] != "torch"
+    is_linear = is_own or isinstance(module, _LINEAR) or module._parameters.get("weight") is None
+    if not is_linear or (isinstance(groups, int) and groups > 1 and not is_own):
+        raise UserError(
+            f"{type(style).__name__} got {module}; expected a linear layer, a convolution without groups, or a module "
+            "of your own that computes with parts of its weight. Leave it out of the plan."
+        )
 
 
 def _first_arg(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> Any:
