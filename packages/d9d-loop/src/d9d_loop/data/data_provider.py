@@ -91,6 +91,32 @@ class DatasetProvider(DataProvider):
         return self._collate(samples)
 
 
+def provider_of(
+    data: DataProvider | Samples,
+    evaluation_data: Samples | SampleStream | None,
+    collate: Collate | None,
+    *,
+    shuffle: bool,
+    epochs: int | None,
+) -> DataProvider:
+    """Return a provider unchanged, or that of a dataset. Arguments that a provider would not use are a `UserError`."""
+    if not isinstance(data, DataProvider):
+        options: dict[str, Any] = {"evaluation": evaluation_data, "collate": collate or default_collate}
+        return DatasetProvider(data, shuffle=shuffle, epochs=epochs, **options)
+    if epochs is not None and epochs != data.epochs:
+        raise UserError(
+            f"epochs = {epochs}, but the data are a {type(data).__name__}, whose stream sets the number of epochs; "
+            "expected a dataset. Remove epochs from the configuration, and pass it to the stream."
+        )
+    if evaluation_data is not None or collate is not None:
+        what = "evaluation_data" if evaluation_data is not None else "collate"
+        raise UserError(
+            f"got {what} together with a {type(data).__name__}; expected it only with a dataset. Override the "
+            "corresponding method of the data provider, or pass a dataset."
+        )
+    return data
+
+
 def as_samples(data: Any, argument: str) -> Samples:
     """Return a map-style dataset; a `datasets.Dataset` without a format returns tensors (`with_format("torch")`).
 

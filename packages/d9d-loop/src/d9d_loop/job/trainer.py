@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
 
 from d9d_dist import Launch, MeshConfig, UserError, read_launch
 from d9d_dist.lazy_exports import paused_collection
 from d9d_loop.config.trainer_config import BatchConfig, TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
+from d9d_loop.data.data_provider import provider_of
 from d9d_loop.data.sample_stream import Collate, Samples
 from d9d_loop.event_bus import Events, why_not_called
 from d9d_loop.events import TrainResult
@@ -98,7 +98,7 @@ class Trainer:
         self._plan = partial(
             plan_job,
             model=model_provider(model),
-            data=_data_provider(config, data, evaluation_data, collate),
+            data=provider_of(data, evaluation_data, collate, shuffle=config.data.shuffle, epochs=config.epochs),
             task=task,
             compute_metrics=compute_metrics,
             reference=reference,
@@ -255,31 +255,3 @@ def _check_functions(**functions: object) -> None:
             raise UserError(
                 f"got a function as {name} that does not take one argument; expected a function of {arguments[name]}."
             )
-
-
-def _data_provider(
-    config: TrainerConfig,
-    data: DataProvider | Samples,
-    evaluation_data: Samples | SampleStream | None,
-    collate: Collate | None,
-) -> DataProvider:
-    if not isinstance(data, DataProvider):
-        return DatasetProvider(
-            data,
-            shuffle=config.data.shuffle,
-            evaluation=evaluation_data,
-            collate=collate or default_collate,
-            epochs=config.epochs,
-        )
-    if config.epochs is not None and config.epochs != data.epochs:
-        raise UserError(
-            f"epochs = {config.epochs}, but the data are a {type(data).__name__}, whose stream sets the number of "
-            "epochs; expected a dataset. Remove epochs from the configuration, and pass it to the stream."
-        )
-    if evaluation_data is not None or collate is not None:
-        what = "evaluation_data" if evaluation_data is not None else "collate"
-        raise UserError(
-            f"got {what} together with a {type(data).__name__}; expected it only with a dataset. Override the "
-            "corresponding method of the data provider, or pass a dataset."
-        )
-    return data
