@@ -29,7 +29,7 @@ from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.start import Training
-from d9d_loop.job.job import _build_loader, build_engine
+from d9d_loop.job.job import build_engine
 from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.dry_runs import stage_messages
 from d9d_loop.resilience import StepGuard
@@ -219,7 +219,7 @@ def stepped(case: Case) -> DeviceLog:
         guard = StepGuard(optimizer, config=plan.config.resilience.bad_steps, ctx=ctx)
         training = Training(pipeline=pipeline, optimizer=optimizer, average=None, guard=guard)
         engine = build_engine(plan, training, ctx=ctx)
-        loader = stack.enter_context(_build_loader(plan, ctx))
+        loader = stack.enter_context(plan.loader(ctx))
         for _ in range(3):
             _step(engine, next(loader), plan.task.loss)
         if case.mutant is not None:

@@ -1,9 +1,12 @@
 import random
 from typing import Any
 
+import pytest
 import torch
 
+from d9d_dist import UserError
 from d9d_loop.data import DataProvider, DatasetProvider, IndexedStream, SampleStream
+from d9d_loop.data.data_provider import provider_of
 from d9d_loop.data.sample_order import SampleOrder
 
 
@@ -39,3 +42,13 @@ def test_a_provider_needs_only_training_data() -> None:
     assert own.training(seed=3).read(0) == 3
     assert own.evaluation() is None
     assert own.draws
+
+
+def test_arguments_of_a_dataset_are_errors_with_a_provider() -> None:
+    provider = DatasetProvider([1], epochs=2)
+    assert provider_of(provider, None, None, shuffle=False, epochs=2) is provider
+    message = "got {} together with a DatasetProvider; expected it only with a dataset"
+    with pytest.raises(UserError, match=message.format("evaluation_data")):
+        provider_of(provider, [1], None, shuffle=False, epochs=None)
+    with pytest.raises(UserError, match=message.format("collate")):
+        provider_of(provider, None, list, shuffle=False, epochs=None)

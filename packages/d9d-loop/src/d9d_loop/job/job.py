@@ -7,8 +7,7 @@ from functools import partial
 from torch import nn
 
 from d9d_dist import DistributedContext, gather_json
-from d9d_loop.data import Share, StreamLoader
-from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.data import StreamLoader
 from d9d_loop.engine.code_digest import evaluation_digest
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.job_state import JobState, Record
@@ -85,7 +84,7 @@ def build_job(
     )
     pipeline, optimizer = training.pipeline, training.optimizer
     metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
-    loader = _build_loader(plan, ctx)
+    loader = plan.loader(ctx)
     state = JobState(
         store,
         model=pipeline.model,
@@ -165,28 +164,6 @@ def build_engine(
         peak_learning_rate=plan.peak_learning_rate,
         events=events,
         reference=reference,
-    )
-
-
-def _build_loader(plan: JobPlan, ctx: DistributedContext) -> StreamLoader:
-    config = plan.config
-    share = Share(
-        plan.microbatch_size,
-        plan.num_microbatches,
-        dp_rank=ctx.coordinate("batch", "dp"),
-        dp_size=ctx.size("batch", "dp"),
-    )
-    return StreamLoader(
-        plan.stream,
-        share,
-        seed=config.seed,
-        collate=plan.data.collate,
-        place=BatchPlacement(plan.task, ctx),
-        device=ctx.device,
-        num_workers=config.data.num_workers,
-        prefetch=config.data.prefetch,
-        timeout=config.data.worker_timeout,
-        draws=plan.data.draws,
     )
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from d9d_dist import Launch, MeshConfig, read_launch
+from d9d_dist import DistributedContext, Launch, MeshConfig, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data import DataProvider, SampleStream
+from d9d_loop.data import DataProvider, SampleStream, Share, StreamLoader
+from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.contents import check_repeatable, identity_of
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.indexed_stream import held_out_stream
@@ -118,6 +119,22 @@ class JobPlan:
     def first_batch(self, size: int | None = None) -> Any:
         """Read the first `size` samples of training, by default a microbatch, and collate them."""
         return _read_batch(self.data, self.stream, self.first_entries, size)
+
+    def loader(self, ctx: DistributedContext) -> StreamLoader:
+        """Return the loader of this rank's microbatches of each step, on its device."""
+        data, dp_rank, dp_size = self.config.data, ctx.coordinate("batch", "dp"), ctx.size("batch", "dp")
+        return StreamLoader(
+            self.stream,
+            Share(self.microbatch_size, self.num_microbatches, dp_rank, dp_size),
+            seed=self.config.seed,
+            collate=self.data.collate,
+            place=BatchPlacement(self.task, ctx),
+            device=ctx.device,
+            num_workers=data.num_workers,
+            prefetch=data.prefetch,
+            timeout=data.worker_timeout,
+            draws=self.data.draws,
+        )
 
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""
