@@ -18,7 +18,7 @@ from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.testing import differences, full_gradients, full_parameters, run_ranks
 from d9d_loop import AdamWConfig, Engine, GradientsReady, ModelProvider, ScheduleConfig, Task
 from d9d_loop.config.schedule_config import KINDS
-from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.task import BatchPlacement
 from d9d_pipeline import Schedule
 
 NUM_LAYERS = 4

@@ -1,4 +1,7 @@
-"""Tasks: conversion of a batch to the model's inputs, and of the model's outputs to a loss or to results."""
+"""Tasks: conversion of a batch to the model's inputs, and of the model's outputs to a loss or to results.
+
+`BatchPlacement` calls the hooks of a task that pad and split a batch.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -7,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from pydantic import JsonValue
+from torch.utils import _pytree as pytree
 
 from d9d_dist import UserError
 from d9d_metrics import Metric
 from d9d_pipeline import Inputs
 
 if TYPE_CHECKING:
-    from d9d_dist import ContextSplit  # imports DTensor
+    from d9d_dist import ContextSplit, DistributedContext  # imports DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,49 @@ class InferenceTask(BatchTask):
             f"{type(self).__name__} cannot join outputs under context parallelism; expected a "
             "method join_sequence(outputs, split). Implement it, or set the mesh's context-parallel degrees to 1."
         )
+
+
+class BatchPlacement:
+    """Copy of batches to this rank's device, and split of their sequences over context-parallel ranks.
+
+    Rows are padded to the length that context and tensor parallelism need.
+
+    All context- and tensor-parallel ranks of one data-parallel rank read the same batch.
+    """
+
+    def __init__(self, task: BatchTask, ctx: "DistributedContext") -> None:
+        self._task, self._device = task, ctx.device
+        cp_size, tp_size = ctx.size("batch", "cp"), ctx.size("batch", "tp")
+        self._split = None
+        if cp_size > 1:
+            from d9d_dist import ContextSplit  # noqa: PLC0415 - imports DTensor, which configurations and tasks do not need
+
+            self._split = ContextSplit(ctx.mesh_for("batch")["cp"])
+        self._multiple = row_multiple(cp_size, tp_size)
+
+    def __call__(self, batch: Any) -> Any:
+        """Return this rank's part of a batch on its device. Issues no collectives."""
+        return self.padded(batch)[0]
+
+    def padded(self, batch: Any) -> tuple[Any, int]:
+        """Return this rank's part of a batch on its device, and the number of columns added to whole rows."""
+        num_added = 0
+        if self._multiple > 1:
+            batch, num_added = self._task.pad_sequence(batch, self._multiple)
+        on_device = to_device(batch, self._device)
+        return on_device if self._split is None else self._task.split_sequence(on_device, self._split), num_added
+
+
+def row_multiple(cp_size: int, tp_size: int) -> int:
+    """Return the number whose multiples are lengths of rows; each context-parallel rank has two chunks."""
+    return tp_size if cp_size == 1 else 2 * cp_size * tp_size
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy every tensor of a pytree to a device with `non_blocking=True`. On CPU, return the batch unchanged."""
+    if device.type == "cpu":
+        return batch
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 @torch.no_grad()

@@ -9,9 +9,8 @@ from torch import Tensor
 from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_dist.collectives.consensus import name_ranks
 from d9d_dist.collectives.tree_gather import all_gather_trees
-from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.batch_digest import digest_batches, digest_on_device, find_difference
-from d9d_loop.task import BatchTask
+from d9d_loop.task import BatchPlacement, BatchTask
 
 
 @final

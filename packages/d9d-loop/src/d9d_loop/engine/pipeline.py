@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from d9d_dist import ContextSplit, DistributedContext, UserError, set_grad_dtype
 from d9d_loop.config.trainer_config import GradientConfig
 from d9d_loop.model.model_check import arguments_of, takes_mask
-from d9d_loop.task import BatchTask, to_inputs
+from d9d_loop.task import BatchTask, row_multiple, to_inputs
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
@@ -236,7 +236,7 @@ class WholeRows:
         tp_size: int,
     ) -> None:
         self._model, self._split, self.rows_group, self.data_group = model, split, rows_group, data_group
-        self.row_multiple = tp_size if split is None else 2 * split.mesh.size() * tp_size
+        self.row_multiple = row_multiple(1 if split is None else split.mesh.size(), tp_size)
 
     def __call__(self, ids_BL: Tensor, **whole: Tensor) -> Tensor:
         """Return the logits of whole rows. Collective over `rows_group`; `whole` are more values of whole rows."""

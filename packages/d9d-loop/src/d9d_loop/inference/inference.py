@@ -15,7 +15,6 @@ from torch.utils.data import default_collate
 
 from d9d_dist import ContextSplit, DistributedContext, UserError, agree, gather_json, read_launch
 from d9d_loop.config.inference_config import InferenceConfig
-from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.contents import digest_of, identity_of
 from d9d_loop.data.data_provider import as_samples
@@ -39,7 +38,7 @@ from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import BuildFunction, ModelProvider, model_provider
 from d9d_loop.resilience import HangWatchdog
 from d9d_loop.resilience.launcher_watch import LauncherWatch
-from d9d_loop.task import InferenceTask
+from d9d_loop.task import BatchPlacement, InferenceTask
 from d9d_loop.writable import check_writable
 from d9d_pipeline import OneForwardOneBackward
 from d9d_state.folder_lock import locked_folder

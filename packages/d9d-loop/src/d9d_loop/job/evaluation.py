@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError
-from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.indexed_stream import held_out_stream
 from d9d_loop.data.sample_stream import Collate, Samples, SampleStream
@@ -17,7 +16,7 @@ from d9d_loop.engine.reference import FrozenReference
 from d9d_loop.engine.scores import reference_values
 from d9d_loop.isolation import evaluation_mode, seed_generators
 from d9d_loop.job.predictions import ComputeMetrics, Predictions
-from d9d_loop.task import Task, measured_loss
+from d9d_loop.task import BatchPlacement, Task, measured_loss
 from d9d_metrics import WeightedMean, compute_metrics
 from d9d_pipeline import Inputs
 

@@ -11,7 +11,6 @@ from pydantic import JsonValue
 from d9d_dist import DistributedContext, Launch, MeshConfig, read_launch
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream, Share, StreamLoader
-from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.contents import check_repeatable, identity_of
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.indexed_stream import held_out_stream
@@ -42,7 +41,7 @@ from d9d_loop.model.model_options import ModelOptions
 from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider, ModuleProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
-from d9d_loop.task import Task
+from d9d_loop.task import BatchPlacement, Task
 from d9d_loop.writable import check_writable
 from d9d_metrics.trackers.selection import check_trackers
 from d9d_pipeline import Schedule

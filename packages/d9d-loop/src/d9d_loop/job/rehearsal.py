@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d9d_dist import ContextSplit, UserError
 from d9d_dist.data_parallel.parallelize import refuse_lost_writes
 from d9d_dist.values.late_init import allocate
-from d9d_loop.data.batch_placement import row_multiple
 from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.indexed_stream import held_out_stream
 from d9d_loop.data.sample_reader import describe_none, seed_sample
@@ -36,7 +35,7 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.predictions import checked_predictions
 from d9d_loop.job.sum_check import check_sum
 from d9d_loop.model.built_model import meta_copy
-from d9d_loop.task import Loss, Task, to_inputs, with_reference
+from d9d_loop.task import Loss, Task, row_multiple, to_inputs, with_reference
 from d9d_loop.user_frames import describe_frames, user_frames
 from d9d_metrics.sync import named_tensors
 from d9d_pipeline import Inputs

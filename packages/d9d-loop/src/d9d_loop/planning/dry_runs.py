@@ -27,7 +27,6 @@ from d9d_dist import ContextSplit, DistributedContext, Launch, UserError, local_
 from d9d_dist.groups.process_groups import destroy_process_groups
 from d9d_dist.precision import PrecisionName
 from d9d_dist.values.late_init import allocate
-from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import parallelize_stages
 from d9d_loop.engine.pipeline import Pipeline
@@ -40,7 +39,7 @@ from d9d_loop.optimizers.weight_average import average_of
 from d9d_loop.planning.dry_run_mode import DryRunMode, values_of
 from d9d_loop.planning.step_record import RepeatMarks, StepRecord, answered, recorded
 from d9d_loop.resilience import StepGuard
-from d9d_loop.task import Loss, to_inputs, with_reference
+from d9d_loop.task import BatchPlacement, Loss, to_inputs, with_reference
 from d9d_pipeline.channel import Messages, stage_output
 
 PlanFor = Callable[[Launch], JobPlan]
