@@ -2,7 +2,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -264,6 +264,30 @@ def _messages() -> list[str]:
         for each in (*model.modules(), *hybrid.modules(), half_other.blocks[0], other.blocks[0]):
             assert not isinstance(each, HasAttention) or each.attention_function is sdpa_attention
         return messages
+
+
+def _messages_of_layers() -> list[str]:
+    layers = [nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 1), nn.GRU(4, 4), nn.MultiheadAttention(4, 2), nn.MaxPool1d(2)]
+    exchanging: Any = nn.Sequential(nn.Conv1d(4, 4, 3))
+    exchanging.context_mesh = None
+    messages = []
+    with MeshConfig(context_parallel_shard=-1).build() as ctx:
+        for layer in (*layers, exchanging):
+            model = _Model()
+            model.layers.append(layer)
+            try:
+                parallelize_context(model, ctx.mesh_for("batch")["cp"])
+                messages.append("")
+            except UserError as error:
+                messages.append(str(error).partition(" combines positions, but 2 context-parallel ranks")[0])
+        assert exchanging.context_mesh.size() == 2
+    return messages
+
+
+def test_layers_of_torch_that_combine_positions_are_an_error() -> None:
+    expected = ["layers.2, a Conv1d,", "", "layers.2, a GRU,", "layers.2, a MultiheadAttention,"]
+    expected += ["layers.2, a MaxPool1d,", ""]
+    assert run_ranks(_messages_of_layers, world_size=2) == [expected] * 2
 
 
 def test_invalid_calls_are_refused() -> None:

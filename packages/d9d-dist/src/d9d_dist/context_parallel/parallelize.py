@@ -12,6 +12,9 @@ from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, is
 from d9d_dist.context_parallel.ring import RingAttention
 from d9d_dist.errors import UserError
 
+_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d, nn.MaxPool1d, nn.AvgPool1d)
+_SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
+
 ContextMethod = Literal["all_gather", "all_to_all", "ring"]
 
 
@@ -96,7 +99,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     """Split the positions of every row over the ranks of a mesh axis, in place; see `context_parallel_attention`.
 
     Replaces the attention function of every `HasAttention` submodule, and sets the mesh of every `HasContextMesh`
-    submodule. All other modules must act on single positions; they are not changed. Split batches by
+    submodule. All other modules must act on single positions; they are not changed. Layers of torch that do not, such
+    as convolutions and recurrent layers, are errors, unless they are in a `HasContextMesh`. Split batches by
     `ContextSplit.split`; for batches without position ids use `ContextSplit.positions`. Ranks compute different tokens
     with equal parameters, so gradients must be summed over this axis too: use `dp_cp_shard` and `cp_replicate` of the
     dense mesh for data parallelism. Call this function before compiling. The mesh has one axis, e.g.
@@ -105,8 +109,9 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     Raises:
         UserError: If no submodule is a `HasAttention`, `HasContextMesh` or `RequiresFullSequence`. If a submodule is
             already context parallel, or its attention function is a module. If the mesh has several ranks and a
-            submodule is a `RequiresFullSequence` with a reason. If `context_parallel_attention` rejects the mesh or
-            method. After an error, no attention function has been replaced.
+            submodule is a `RequiresFullSequence` with a reason, or a layer of torch that combines positions. If
+            `context_parallel_attention` rejects the mesh or method. After an error, no attention function has been
+            replaced.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
@@ -135,10 +140,20 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
 
 
 def _check_supports_sequence_sharding(module: nn.Module, num_ranks: int) -> None:
+    exchanging = {part for each in module.modules() if isinstance(each, HasContextMesh) for part in each.modules()}
     for name, each in module.named_modules():
-        if isinstance(each, RequiresFullSequence) and each.full_sequence_reason is not None:
+        reason = each.full_sequence_reason if isinstance(each, RequiresFullSequence) else None
+        if reason is None and each not in exchanging and _combines_positions(each):
+            reason = "combines positions"
+        if reason is not None:
             raise UserError(
-                f"{name or 'the module'}, a {type(each).__name__}, {each.full_sequence_reason}, but {num_ranks} "
-                "context-parallel ranks shard each sequence; expected one context-parallel rank. Set the degree to "
-                "1, or shard the model on another axis."
+                f"{name or 'the module'}, a {type(each).__name__}, {reason}, but {num_ranks} context-parallel ranks "
+                "shard each sequence; expected one context-parallel rank. Set the degree to 1, shard the model on "
+                "another axis, or exchange positions in a module with the attribute context_mesh."
             )
+
+
+def _combines_positions(layer: nn.Module) -> bool:
+    """Return True for a layer of torch whose output at a position depends on other positions of the row."""
+    kernel = getattr(layer, "kernel_size", 1) if isinstance(layer, _CONVOLUTIONS) else 1
+    return isinstance(layer, _SEQUENTIAL) or kernel not in (1, (1,))
