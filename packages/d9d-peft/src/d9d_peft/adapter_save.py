@@ -1,9 +1,7 @@
 """Saving of a model's trained tensors in the layout of Hugging Face `peft`; the main process writes the files."""
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, agree, full_tensor, gather_json
 from d9d_dist.collectives.tree_gather import gather_variadic
+from d9d_dist.durable_files import replacing_files
 from d9d_peft.adapter import DEFAULT_ADAPTER
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_config import adapter_config
@@ -135,23 +134,6 @@ def _write(
         CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    partials = {name: folder / f".{name}.partial" for name in contents}
-    try:
-        for name, content in contents.items():
-            partials[name].write_bytes(content)
-            _fsync(partials[name], os.O_RDWR)
-        for name, partial in partials.items():
-            partial.replace(folder / name)
-    finally:
-        for partial in partials.values():
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-    _fsync(folder, os.O_RDONLY)
-
-
-def _fsync(path: Path, mode: int) -> None:
-    descriptor = os.open(path, mode)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with replacing_files(*(folder / name for name in contents)) as files:
+        for file, content in zip(files, contents.values(), strict=True):
+            file.write(content)

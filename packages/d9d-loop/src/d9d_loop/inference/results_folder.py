@@ -5,16 +5,15 @@ job computes the parts whose files are missing. At the end, all parts are concat
 """
 
 import json
-import os
 import shutil
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, final
+from typing import final
 
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_dist.durable_files import replacing_files
 from d9d_loop.job.resume_settings import changes, describe
 
 
@@ -83,7 +82,7 @@ class ResultsFolder:
             shutil.rmtree(self._parts, ignore_errors=True)
             return []
         self._parts.mkdir(parents=True, exist_ok=True)
-        with _replaced(self._plan) as out:
+        with replacing_files(self._plan) as (out,):
             out.write(f"{json.dumps({**self._identity, 'code': self._code}, indent=2)}\n".encode())
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
@@ -97,12 +96,12 @@ class ResultsFolder:
                 f"a result of the samples {self.samples_of(part)} cannot be written as JSON: {error}. Expected finite "
                 "numbers, text, lists and dictionaries of them; NaN may be written as None."
             ) from None
-        with _replaced(self._part(part)) as out:
+        with replacing_files(self._part(part)) as (out,):
             out.write("".join(lines).encode())
 
     def finish(self) -> None:
         """Concatenate all parts into `file` and remove them. Call it on the main process when no part is missing."""
-        with _replaced(self.file) as out:
+        with replacing_files(self.file) as (out,):
             for part in range(self.num_parts):
                 with self._part(part).open("rb") as one:
                     shutil.copyfileobj(one, out)
@@ -110,19 +109,3 @@ class ResultsFolder:
 
     def _part(self, part: int) -> Path:
         return self._parts / f"part-{part:08}.jsonl"
-
-
-@contextmanager
-def _replaced(file: Path) -> Generator[BinaryIO]:
-    """Yield a new file, which is fsynced and renamed to `file` after the body."""
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("wb") as out:
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

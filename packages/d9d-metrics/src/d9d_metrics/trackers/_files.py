@@ -3,23 +3,13 @@
 import os
 from pathlib import Path
 
+from d9d_dist.durable_files import replacing_files, sync
+
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically and durably: if the process is killed, the file has the old or the new content.
-
-    If the path is a symbolic link, the file that it points to is replaced.
-    """
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # after a full disk
-    sync(path.parent)
+    """Replace a file atomically and durably. If it is a symbolic link, the file that it points to is replaced."""
+    with replacing_files(path.resolve()) as (file,):
+        file.write(content)
 
 
 def free_path(path: Path, why: str) -> Path:
@@ -36,15 +26,6 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Fsync a file, or the entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_complete_lines(path: Path) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from typing import final
 
 from pydantic import JsonValue
 
-from d9d_metrics.trackers._files import make_folder, open_complete_lines, replace_file, sync
+from d9d_dist.durable_files import sync
+from d9d_metrics.trackers._files import make_folder, open_complete_lines, replace_file
 from d9d_metrics.trackers._outbox import Entry, Outbox
 
 _LOGGER = logging.getLogger("d9d.metrics")

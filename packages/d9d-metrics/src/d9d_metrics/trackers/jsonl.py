@@ -15,7 +15,8 @@ from typing import Any, Literal, final
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers._files import free_path, make_folder, open_complete_lines, replace_file, sync
+from d9d_dist.durable_files import sync
+from d9d_metrics.trackers._files import free_path, make_folder, open_complete_lines, replace_file
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker

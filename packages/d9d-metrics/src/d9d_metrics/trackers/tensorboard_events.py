@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal, final
 
 from pydantic import JsonValue
 
+from d9d_dist.durable_files import sync
 from d9d_metrics.trackers._extras import ExtraTrackerConfig, require_package
-from d9d_metrics.trackers._files import make_folder, sync
+from d9d_metrics.trackers._files import make_folder
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Html, Image, Text, Tracked
