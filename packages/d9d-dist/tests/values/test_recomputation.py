@@ -2,13 +2,16 @@ import copy
 import gc
 import random
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from d9d_dist import UserError
 from d9d_dist.values.recomputation import recompute
 
 
@@ -300,3 +303,62 @@ def test_rates_of_layers_of_torch_change_once() -> None:
         found.append((block.linear.weight.grad, block.dropout.p, block.norm.eps))
     assert found[0][1:] == found[1][1:] == (0.5 * 0.9, 1e-5 * 1.5)
     torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
+
+
+class _Generates(nn.Module):
+    """Module that computes the weights of another one, as a hypernetwork."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.delta = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(2, 3)
+        self.other = nn.Parameter(torch.randn(3, 3))
+        self.double()
+        if recomputes:
+            recompute(self.net)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift = self.delta(c)
+        weights = {name: each + shift for name, each in self.net.named_parameters()}
+        y = torch.tanh(functional_call(self.net, weights, (x,)))
+        return self.net(torch.tanh(functional_call(self.net, {"0.weight": self.other}, (y,))))
+
+
+def test_parameters_of_a_functional_call_are_those_of_its_recomputation() -> None:
+    """Computed weights, and parameters of another module."""
+    gradients = []
+    for recomputes in (True, False):
+        block, x = _Generates(recomputes=recomputes), torch.linspace(-1, 1, 12).double().view(4, 3)
+        own = list(block.net.parameters())
+        block(x, torch.tensor([0.5, -2.0]).double()).square().sum().backward()
+        assert all(now is before for now, before in zip(block.net.parameters(), own, strict=True))
+        gradients.append([each.grad for each in block.parameters()])
+    assert all(each is not None for each in gradients[1])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+class _MeanTeacher(nn.Module):
+    """Block with a slow copy of a layer, which its forward updates; `writes` chooses how."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.fast, self.slow, self.writes = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        slow, fast = self.slow.weight, self.fast.weight
+        with torch.no_grad():
+            if self.writes == "in place":
+                slow.lerp_(fast, 0.1)
+            elif self.writes == "data":
+                slow.data = slow.lerp(fast, 0.1)
+        return torch.tanh(self.fast(x)) - torch.tanh(self.slow(x))
+
+
+@pytest.mark.parametrize("writes", ["in place", "data", "no"])
+def test_a_forward_that_writes_to_parameters_is_an_error(writes: str) -> None:
+    """Backward would write a second time."""
+    block = nn.Sequential(nn.Linear(3, 3), _MeanTeacher(writes))
+    recompute(block)
+    message = r"forward replaces or writes to 1\.slow\.weight, .* a recomputed one runs twice.* register buffers"
+    with nullcontext() if writes == "no" else pytest.raises(UserError, match=message):
+        block(torch.ones(2, 3)).sum().backward()

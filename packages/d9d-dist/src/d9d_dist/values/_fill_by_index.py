@@ -84,8 +84,7 @@ class NeedsFullTensor(BaseException):
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key of a tensor's storage; for a DTensor, of the storage of this rank's shard."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return local_tensor(tensor).untyped_storage()._cdata
 
 
 class FillByIndex(TorchDispatchMode):

@@ -5,8 +5,8 @@ possible a rank computes only the values of its own shards.
 """
 
 from collections import ChainMap
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol, final, runtime_checkable
 
@@ -63,7 +63,8 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
     allocate(model, device=device)
     initializer = _Initializer(model, seed)
     accelerators = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(accelerators, device_type=device.type), _keep_host_generators(), torch.no_grad():
+    with torch.random.fork_rng(accelerators, device_type=device.type), ExitStack() as stack, torch.no_grad():
+        stack.callback(HostRandom.now().restore)
         for module_name, module in reversed(list(model.named_modules())):
             if isinstance(module, ModuleLateInit):
                 initializer.fill(module, canonical_name(f"{module_name}."))
@@ -191,13 +192,3 @@ class _Initializer:
                 "Build the parameter with its final shape in __init__."
             )
         return value
-
-
-@contextmanager
-def _keep_host_generators() -> Generator[None]:
-    """Restore the states of Python's and NumPy's generators on exit."""
-    states = HostRandom.now()
-    try:
-        yield
-    finally:
-        states.restore()

@@ -31,7 +31,7 @@ def refuse_writes(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> 
     with _Writes() as writes:
         yield
     now = dict(module.named_parameters(remove_duplicate=False))
-    _raise_if_any(
+    raise_if_written(
         name
         for name, (each, storage) in before.items()
         if now.get(name) is not each
@@ -40,21 +40,27 @@ def refuse_writes(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> 
     )
 
 
-class _Gathered(NamedTuple):
-    """Parameter that a module gathered in its compared forward, with its storage and version at that time."""
+class MarkedParameter(NamedTuple):
+    """Parameter, or a tensor in place of one, whose storage is not read, with its storage and version at a time."""
 
     name: str
     parameter: torch.Tensor
     storage: int
     version: int
 
+    @classmethod
+    def now(cls, name: str, parameter: torch.Tensor) -> "MarkedParameter":
+        """Return a parameter with its current storage and version."""
+        storage = parameter.untyped_storage()._cdata if isinstance(parameter, nn.Parameter) else 0
+        return cls(name, parameter, storage, parameter._version)
+
     @property
     def is_written(self) -> bool:
-        """True if the parameter was written in place, or its storage replaced, since `version` was read."""
-        return (self.parameter.untyped_storage()._cdata, self.parameter._version) != (self.storage, self.version)
+        """True if the parameter was written in place, or its storage replaced, since the time."""
+        return self[2:] != MarkedParameter.now(self.name, self.parameter)[2:]
 
 
-_GATHERED = WeakKeyDictionary[nn.Module, list[_Gathered]]()
+_GATHERED = WeakKeyDictionary[nn.Module, list[MarkedParameter]]()
 """Parameters of sharded modules whose first forward was compared. FSDP gathers into the same objects again."""
 
 
@@ -76,7 +82,7 @@ def refuse_later_writes(model: nn.Module, *, compare_next: bool = False) -> None
     """
     for module in model.modules():
         if (gathered := _GATHERED.get(module)) is not None:
-            _raise_if_any(each.name for each in gathered if each.is_written)
+            raise_if_written(each.name for each in gathered if each.is_written)
             if compare_next:
                 _compare_next_forward(module, prepend=True)
 
@@ -118,11 +124,9 @@ def _compare_next_forward(module: nn.Module, *, prepend: bool) -> None:
             found = torch.stack(list(pairs.values())).tolist()
             names += [name for name, (first, second) in zip(pairs, found, strict=True) if first != second]
         before.clear()
-        _raise_if_any(names)
+        raise_if_written(names)
         if module not in _GATHERED:
-            _GATHERED[module] = [
-                _Gathered(name, each, each.untyped_storage()._cdata, each._version) for name, each in now.items()
-            ]
+            _GATHERED[module] = [MarkedParameter.now(name, each) for name, each in now.items()]
 
     handles = [module.register_forward_pre_hook(note), module.register_forward_hook(compare, prepend=prepend)]
 
@@ -177,12 +181,13 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _raise_if_any(names: Iterable[str]) -> None:
+def raise_if_written(names: Iterable[str]) -> None:
+    """Raise `UserError` if there are names, of parameters that a forward has replaced or written."""
     if found := [*map(canonical_name, names)]:
         raise UserError(
             f"forward replaces or writes to {', '.join(found)}, for example by .to(dtype), requires_grad_ or "
-            "under no_grad; expected only reads, because each forward gathers the sharded parameters again. Set the "
-            "parameters' dtype and requires_grad in build, or compute a new tensor from them."
+            "under no_grad; expected only reads, because forward gathers sharded parameters again, and a recomputed "
+            "one runs twice. Set their dtype and requires_grad in build, compute new tensors, or register buffers."
         )
 
 

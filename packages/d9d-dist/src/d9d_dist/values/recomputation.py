@@ -9,24 +9,28 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from d9d_dist.values._model_tensors import Slot
 from d9d_dist.values.buffer_values import BufferValues
+from d9d_dist.values.parameter_writes import MarkedParameter, raise_if_written
 from d9d_dist.values.seeds import HostRandom
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _OTHER = object()  # the value of an attribute that is left alone
 
 
 def recompute(module: nn.Module, contexts: Callable[[], Any] = noop_context_fn) -> None:
-    """Make a module recompute its activations in backward, in place, with the buffers that its forward had.
+    """Make a module recompute its activations in backward, in place, with the tensors that its forward had.
 
     It draws the same numbers of Python, NumPy, torch and of generators of these in an attribute. Attributes that are
-    numbers, flags or texts, such as the mode or the active adapter, have the values of forward. Buffers are copied
-    before each forward; copies of large ones that it does not write are dropped after it. Module hooks, including
-    FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of torch's `checkpoint`.
+    numbers, flags or texts, such as the mode or the active adapter, have the values of forward. A forward that writes
+    to a parameter is an error. Buffers are copied before each forward; copies of large ones that it does not write are
+    dropped after it. Module hooks, including FSDP's, do not run in the recomputation. `contexts` is the `context_fn` of
+    torch's `checkpoint`.
     """
     module.forward = partial(_checkpointed, module, module.forward, contexts)
 
@@ -74,20 +78,22 @@ def _repeatable(
 
 @final
 class _State:
-    """Buffers, random states, modes and attributes of a module and its parts, as they are now."""
+    """Tensors, random states, modes and attributes of a module and its parts, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._buffers, self._host = module, BufferValues(module), HostRandom.now()
         self._written: list[Slot] = []
-        self._modes = [(each, each.training) for each in module.modules()]
+        named = module.named_parameters(remove_duplicate=False)
+        self._parameters = [MarkedParameter.now(name, each) for name, each in named if not is_lazy(each)]
         self._attributes = [
             (vars(each), {key: value for key, value in vars(each).items() if key not in _OF_MODULES})
-            for each, _ in self._modes
+            for each in module.modules()
         ]
         self._generators = [reset for _, held in self._attributes for reset in map(_reset_of, held.values()) if reset]
 
     def end_forward(self) -> None:
         """Drop what a graph must not keep: copies of large buffers that were not written, and attributes not plain."""
+        raise_if_written(each.name for each in self._parameters if each.is_written)
         self._written = self._buffers.end_forward()
         for _, held in self._attributes:
             held.update((key, _OTHER) for key, value in held.items() if not isinstance(value, _PLAIN))
@@ -95,31 +101,30 @@ class _State:
     @contextmanager
     def restored(self) -> Generator[None]:
         """Set this state for the body, and then the current one. Tensors of the graph keep the values of the body."""
-        now, own = _State(self._module), [(slot, slot.get()) for slot in self._written]
+        now = _State(self._module)
         self._set()
         for slot in self._written:
             slot.put(getattr(slot.module, slot.name).clone())
         try:
             yield
         finally:
-            for slot, tensor in own:
-                slot.module._buffers[slot.name] = tensor
             now._set()
 
     def _set(self) -> None:
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, each, *_ in self._parameters:
+            both, (owner, _, key) = (now.get(name), each), name.rpartition(".")
+            is_of_fsdp = DTensor in map(type, both) and all(isinstance(one, nn.Parameter) for one in both)
+            if both[0] is not each and not is_of_fsdp:  # FSDP shards and gathers parameters itself
+                Slot(self._module.get_submodule(owner), key).put(each)
         self._buffers.restore()
         self._host.restore()
         for reset in self._generators:
             reset()
-        for module, mode in self._modes:
-            if module.training is not mode:
-                module.training = mode
         for attributes, held in self._attributes:
             for key in attributes.keys() - _OF_MODULES - held.keys():
                 del attributes[key]
-            for key, value in held.items():
-                if value is not _OTHER and attributes.get(key, _OTHER) is not value:
-                    attributes[key] = value
+            attributes.update({key: value for key, value in held.items() if value is not _OTHER})
 
 
 def _reset_of(value: Any) -> Callable[[], object] | None:
