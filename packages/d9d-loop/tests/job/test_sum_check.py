@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_dist import UserError
+from d9d_dist import ContextSplit, UserError
 from d9d_loop import Loss, Task, Trainer, TrainerConfig
-from d9d_loop.job.sum_check import check_sum
+from d9d_loop.job.rehearsal import _Rank
+from d9d_loop.job.sum_check import check_parts, check_sum
 
 REHEARSES = True  # see quick_jobs.py
 
@@ -93,3 +95,30 @@ def test_the_rehearsal_finds_a_mean(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"_Own.loss returned the total"):
         trainer(MEANS["mean"]).train()
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+class _OfParts(_Own):
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        return split.split(batch)
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_wrong"),
+    [
+        (lambda outputs, batch: len(outputs), True),
+        (lambda outputs, batch: torch.tensor(len(batch["x"])), True),
+        (lambda outputs, batch: 1, True),
+        (lambda outputs, batch: batch["y"].numel(), False),
+        (lambda outputs, batch: outputs.numel(), False),
+        (lambda outputs, batch: batch["mask"].sum(), False),
+        (lambda outputs, batch: len(outputs) / 2 if outputs.shape[1] == 4 else len(outputs), False),
+    ],
+)
+def test_weights_of_parts_of_rows_must_add_up(weight: Callable[[Tensor, Batch], float], is_wrong: bool) -> None:
+    mask = torch.zeros(3, 8, 1)
+    mask[:, 3:5] = 1  # also one rank has no label of the second row
+    batch = {"x": torch.rand(3, 8, 4), "y": torch.rand(3, 8, 2), "mask": mask}
+    task = _OfParts(lambda outputs, part: Loss(outputs.square().sum(), weight(outputs, part)))
+    splits = [ContextSplit(_Rank(2, rank)) for rank in range(2)]  # ty: ignore[invalid-argument-type]
+    with pytest.raises(UserError, match=r"returned the weight .* for whole rows, and") if is_wrong else nullcontext():
+        check_parts(task, torch.zeros(3, 4, 2, device="meta"), batch, splits)

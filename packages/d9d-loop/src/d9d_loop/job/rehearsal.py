@@ -33,7 +33,7 @@ from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.in_place import InPlaceCheck
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.predictions import checked_predictions
-from d9d_loop.job.sum_check import check_sum
+from d9d_loop.job.sum_check import check_parts, check_sum
 from d9d_loop.model.built_model import meta_copy
 from d9d_loop.task import Loss, Task, row_multiple, to_inputs, with_reference
 from d9d_loop.user_frames import describe_frames, user_frames
@@ -98,7 +98,7 @@ class _Rehearsal:
         mesh = plan.model.mesh
         self._num_parts = num_parts = mesh.context_parallel_shard * mesh.context_parallel_replicate
         self._multiple = row_multiple(num_parts, mesh.tensor_parallel)
-        self._split: Any = ContextSplit(_FirstRank(num_parts)) if num_parts > 1 else None  # ty: ignore[invalid-argument-type] - no process group
+        self._split: Any = ContextSplit(_Rank(num_parts, 0)) if num_parts > 1 else None  # ty: ignore[invalid-argument-type] - no process group
 
     def to_json(self) -> str:
         """Return the mistake, and if there is none the FLOPs of the model and a note about them, as JSON."""
@@ -145,6 +145,9 @@ class _Rehearsal:
                     outputs = self._run(batch)
                 if not is_evaluation:
                     check_sum(self._task, outputs, batch, has_reference=self._plan.reference is not None)
+                    if self._split is not None and self._plan.reference is None and which == "first batch":
+                        ranks = [_Rank(self._num_parts, rank) for rank in range(self._num_parts)]
+                        check_parts(self._task, outputs, self._first_batch, [ContextSplit(each) for each in ranks])  # ty: ignore[invalid-argument-type] - no process group
             except UserError as error:
                 return str(error)
             except _UserCodeError as failure:
@@ -273,19 +276,19 @@ class _Rehearsal:
 
 
 @final
-class _FirstRank:
-    """Mesh of context-parallel ranks without a process group, for rank 0."""
+class _Rank:
+    """Mesh of context-parallel ranks without a process group, for one rank."""
 
     mesh_dim_names, device_type = ("cp",), "cpu"
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, rank: int) -> None:
+        self._num_ranks, self._rank = num_ranks, rank
 
     def size(self) -> int:
         return self._num_ranks
 
     def get_local_rank(self) -> int:
-        return 0
+        return self._rank
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"{name} needs the process group")

@@ -1,9 +1,11 @@
 """Check that a task returns a sum: the most natural mistake is `Loss(mean, weight=n)`, whose result is wrong.
 
 The loss of a microbatch must be the sum of the losses of its parts. The check calls the task with random outputs of the
-model's shapes, for two rows and for each of them. It runs neither the model nor collectives.
+model's shapes, for two rows and for each of them. It runs neither the model nor collectives. Likewise, the weights of
+the parts of rows on context-parallel ranks must add up to that of the rows.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from d9d_dist import UserError
+from d9d_dist import ContextSplit, UserError
 from d9d_loop.isolation import isolated_random
 from d9d_loop.task import Loss, Task, with_reference
 
@@ -48,11 +50,44 @@ def check_sum(task: Task, outputs: Any, batch: Any, *, has_reference: bool = Fal
         )
 
 
+def check_parts(task: Task, outputs: Any, batch: Any, splits: Sequence[ContextSplit]) -> None:
+    """Raise `UserError` if a task counts whole rows on each context-parallel rank.
+
+    Args:
+        task: Task of the job.
+        outputs: Outputs of the model for the part of the first rank, of which only shapes and dtypes are read.
+        batch: Whole rows on the CPU. Nothing is checked if dim 1 of the outputs is not that of the positions.
+        splits: Split of each rank.
+    """
+    weights: list[float] = []
+    with suppress(Exception), isolated_random("sum check"), torch.no_grad():
+        parts = [task.split_sequence(batch, split) for split in splits]
+        numbers = sum(leaf.numel() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+        if numbers * len(splits) <= _MAX_NUMBERS:
+            drawn = pytree.tree_map_only(Tensor, lambda x: _random_of(x.shape, x.dtype), outputs)
+            joined = pytree.tree_map_only(
+                Tensor, lambda x: torch.cat([x] * len(splits), 1) if x.dim() > 1 else x, drawn
+            )
+            weights += [
+                float(task.loss(*each).weight) for each in ((joined, batch), *((drawn, part) for part in parts))
+            ]
+    if len(set(weights)) == 1 and weights[0] > 0:
+        raise UserError(
+            f"{type(task).__name__}.loss returned the weight {weights[0]:g} for whole rows, and for the part of them "
+            f"on each of {len(splits)} context-parallel ranks; expected weights that add up. Count tokens, such as "
+            "values.numel() or mask.sum(), or divide the number of rows by the number of parts, "
+            'ctx.size("batch", "cp").'
+        )
+
+
 def _random_rows(output: Tensor) -> Tensor:
-    shape = (2, *output.shape[1:])
-    if output.is_floating_point():
-        return torch.rand(shape, dtype=torch.float64).to(output.dtype)
-    return torch.zeros(shape, dtype=output.dtype)
+    return _random_of((2, *output.shape[1:]), output.dtype)
+
+
+def _random_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.rand(shape, dtype=torch.float64).to(dtype)
+    return torch.zeros(shape, dtype=dtype)
 
 
 def _is_mean(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float]) -> bool:
