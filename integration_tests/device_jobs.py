@@ -31,7 +31,7 @@ from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.start import Training
 from d9d_loop.job.job import build_engine
 from d9d_loop.planning.dry_run_mode import DryRunMode
-from d9d_loop.planning.dry_runs import stage_messages
+from d9d_loop.planning.rank_run import stage_messages
 from d9d_loop.resilience import StepGuard
 from d9d_modules import parallelize_decoder
 from d9d_modules.attention_backends import flex
@@ -209,7 +209,8 @@ def stepped(case: Case) -> DeviceLog:
             stack.enter_context(mock.patch.dict(os.environ, {ATTENTION_VARIABLE: case.attention}))
         trainer = _trainer(case, folder)
         fake = DryRunMode()
-        messages = stage_messages(trainer.plan_for, case.world_size, fake, "bfloat16")
+        plan = trainer.plan_for(Launch(world_size=case.world_size, device="cpu"))
+        messages = stage_messages(plan, case.world_size, fake, "bfloat16")
         stack.enter_context(device.ranks(rank=case.rank, world_size=case.world_size))
         plan = trainer.plan_for(Launch(rank=case.rank, world_size=case.world_size))
         launch = Launch(rank=case.rank, world_size=case.world_size)

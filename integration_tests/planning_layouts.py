@@ -141,7 +141,8 @@ def _run(experiment: Experiment, layout: Layout, folder: str, routed: bool) -> T
 def _dry_runs(experiment: Experiment, layout: Layout, folder: str, name: str) -> dict[int, Trace]:
     """Return the traces of a random rank of each class, by rank; ranks of a class do the same."""
     trainer = experiment_trainer(experiment, layout, Path(folder) / "rehearsed")
-    first = representatives(trainer.plan_for(Launch(world_size=layout.world_size, device="cpu")), layout.world_size)
+    plan = trainer.plan_for(Launch(world_size=layout.world_size, device="cpu"))
+    first = representatives(plan, layout.world_size)
     place = random.Random(name).randrange(layout.world_size // len(first))  # noqa: S311  (no cryptography)
     ranks, routed = [rank + place for rank in first], name.startswith("moe")
     return {
@@ -151,7 +152,7 @@ def _dry_runs(experiment: Experiment, layout: Layout, folder: str, name: str) ->
             "parameter_bytes": each.parameter_bytes,
             "optimizer_bytes": each.optimizer_bytes,
         }
-        for each in dry_run(trainer.plan_for, ranks=ranks, world_size=layout.world_size)
+        for each in dry_run(plan, ranks=ranks, world_size=layout.world_size)
     }
 
 

@@ -53,7 +53,7 @@ def _trainer(released: Path, family: str, **more: Any) -> Trainer:
 def test_a_dry_run_has_the_flops_and_the_memory_of_a_step(family: str, released: Path) -> None:
     trainer = _trainer(released, family, batch={"global_size": 2, "microbatch_size": 2})
     plan = trainer.plan_for(Launch(world_size=1, device="cpu"))
-    dry = dry_run(trainer.plan_for, ranks=[0], world_size=1)[0].forward_backward
+    dry = dry_run(plan, ranks=[0], world_size=1)[0].forward_backward
     transformers: Any = import_module("transformers")
     model = transformers.AutoModelForImageTextToText.from_pretrained(released / family).train()
     batch = plan.first_batch()
@@ -195,7 +195,7 @@ def test_pairs_are_planned(mesh: str, released: Path) -> None:
 def test_a_dry_run_of_pairs_has_the_flops_and_the_memory_of_a_step(released: Path) -> None:
     trainer = _pairs_trainer(released)
     plan = trainer.plan_for(Launch(world_size=1, device="cpu"))
-    dry = dry_run(trainer.plan_for, ranks=[0], world_size=1)[0].first
+    dry = dry_run(plan, ranks=[0], world_size=1)[0].first
     transformers: Any = import_module("transformers")
     model = transformers.AutoModelForImageTextToText.from_pretrained(released / "qwen2_5_vl").train()
     batch = plan.first_batch()
@@ -271,7 +271,8 @@ def test_a_pipeline_whose_later_stages_add_features_is_planned(
     more: dict[str, Any] = {"mesh": {"pipeline_parallel": 2}, **pipeline}
     num_microbatches = num_stages // 2
     trainer = _trainer(released, family, **more, batch={"global_size": num_microbatches, "microbatch_size": 1})
-    (dry,) = dry_run(trainer.plan_for, ranks=[0], world_size=2)
+    plan = trainer.plan_for(Launch(world_size=2, device="cpu"))
+    (dry,) = dry_run(plan, ranks=[0], world_size=2)
     sent = [each.num_bytes for each in dry.forward_backward.collectives if each.name == "send"]
     assert len(sent) == num_microbatches * num_sent
     assert len(set(sent)) == 1

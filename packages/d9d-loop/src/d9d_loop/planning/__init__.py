@@ -7,13 +7,7 @@ from d9d_dist.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from d9d_loop.planning.collective_log import Collective as Collective
     from d9d_loop.planning.decoder_shape import DecoderShape as DecoderShape
-    from d9d_loop.planning.dry_runs import DryRun as DryRun
     from d9d_loop.planning.dry_runs import dry_run as dry_run
-    from d9d_loop.planning.dry_runs import fake_ranks as fake_ranks
-    from d9d_loop.planning.dry_runs import gradient_bytes as gradient_bytes
-    from d9d_loop.planning.dry_runs import optimizer_bytes as optimizer_bytes
-    from d9d_loop.planning.dry_runs import parameter_bytes as parameter_bytes
-    from d9d_loop.planning.dry_runs import representatives as representatives
     from d9d_loop.planning.goodput_model import Goodput as Goodput
     from d9d_loop.planning.goodput_model import goodput as goodput
     from d9d_loop.planning.hardware_spec import Device as Device
@@ -38,6 +32,12 @@ if TYPE_CHECKING:
     from d9d_loop.planning.plan_report import report as report
     from d9d_loop.planning.plan_report import verdict as verdict
     from d9d_loop.planning.plan_report import warn_if_too_large as warn_if_too_large
+    from d9d_loop.planning.rank_run import DryRun as DryRun
+    from d9d_loop.planning.rank_run import fake_ranks as fake_ranks
+    from d9d_loop.planning.rank_run import gradient_bytes as gradient_bytes
+    from d9d_loop.planning.rank_run import optimizer_bytes as optimizer_bytes
+    from d9d_loop.planning.rank_run import parameter_bytes as parameter_bytes
+    from d9d_loop.planning.rank_run import representatives as representatives
     from d9d_loop.planning.step_model import StepTime as StepTime
     from d9d_loop.planning.step_model import step_time as step_time
     from d9d_loop.planning.step_record import Operation as Operation

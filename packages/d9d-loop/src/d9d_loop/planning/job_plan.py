@@ -12,7 +12,7 @@ from d9d_dist.precision import PrecisionName
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.job.trainer import Trainer
 from d9d_loop.planning.decoder_shape import DecoderShape
-from d9d_loop.planning.dry_runs import DryRun, representatives
+from d9d_loop.planning.dry_runs import dry_run
 from d9d_loop.planning.goodput_model import Goodput, goodput
 from d9d_loop.planning.hardware_spec import Hardware
 from d9d_loop.planning.job_traits import layout_of, unmodeled_traits
@@ -28,8 +28,8 @@ from d9d_loop.planning.layout_search import (
 from d9d_loop.planning.memory_size import CONTEXT_BYTES, FRAGMENTATION, memory_of
 from d9d_loop.planning.model_shape import UnknownDecoderError, shape_of_job
 from d9d_loop.planning.plan_layout import PlanLayout
+from d9d_loop.planning.rank_run import DryRun, representatives
 from d9d_loop.planning.schedule_time import scheduled_step_time
-from d9d_loop.planning.short_run import short_runs
 from d9d_loop.planning.step_model import StepTime
 from d9d_pipeline import Program, build, verify
 
@@ -247,8 +247,13 @@ def plan_cluster(
     chosen = plan.config.precision
     precision: PrecisionName = chosen if chosen in ("parameters", "autocast") else "bfloat16"
     with planned_accelerator():
-        runs = short_runs(
-            plan, ranks=ranks, world_size=world_size, num_microbatches=(fewer, shown), precision=precision
+        runs = dry_run(
+            plan,
+            ranks=ranks,
+            world_size=world_size,
+            precision=precision,
+            num_microbatches=(fewer, shown),
+            kept=4,
         )
     layout = layout_of(plan, runs, shape, length=length)
     names = ("first stage", "last stage") if len(runs) == 2 else ("first stage", "second stage", "last stage")

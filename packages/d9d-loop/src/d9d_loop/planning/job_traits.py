@@ -10,8 +10,8 @@ import torch
 from d9d_loop.job.flop_measurement import rows_of
 from d9d_loop.job.plan import JobPlan
 from d9d_loop.planning.decoder_shape import DecoderShape, Tower
-from d9d_loop.planning.dry_runs import DryRun
 from d9d_loop.planning.plan_layout import PlanLayout, Recompute
+from d9d_loop.planning.rank_run import DryRun
 from d9d_loop.task import to_inputs
 from d9d_pipeline import Overlap
 

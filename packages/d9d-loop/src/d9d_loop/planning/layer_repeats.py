@@ -1,6 +1,6 @@
 """Repeated layers of a model: which layers are identical, and copies of the model with fewer of them.
 
-The cost of a step is linear in the number of identical layers, so `short_run.py` records a copy with four of them
+The cost of a step is linear in the number of identical layers, so `dry_runs.py` records a copy with four of them
 instead of the whole model.
 """
 

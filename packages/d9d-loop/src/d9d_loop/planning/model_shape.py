@@ -15,8 +15,8 @@ from d9d_loop.job.plan import JobPlan
 from d9d_loop.model.block_lists import block_lists
 from d9d_loop.planning.decoder_shape import DecoderShape
 from d9d_loop.planning.dry_run_mode import DryRunMode
-from d9d_loop.planning.dry_runs import on_fake
 from d9d_loop.planning.layer_repeats import repeats_of, without_repeats
+from d9d_loop.planning.rank_run import on_fake
 from d9d_loop.planning.step_record import Operation, recorded
 from d9d_loop.planning.vision_tower import TowerCall
 from d9d_loop.task import to_inputs

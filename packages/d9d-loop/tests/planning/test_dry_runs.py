@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from d9d_dist import DistributedContext, Launch, StageInfo, parallelize_hsdp
 from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig
 from d9d_loop.events import BackwardDone, OptimizerDone, StepStarted
-from d9d_loop.planning.dry_runs import _Chunks, dry_run, optimizer_bytes, representatives
+from d9d_loop.planning.dry_runs import dry_run
 from d9d_loop.planning.job_plan import shown_microbatches
 from d9d_loop.planning.layer_repeats import Repeats, repeats_of, without_repeats
-from d9d_loop.planning.short_run import short_runs
+from d9d_loop.planning.rank_run import _Chunks, optimizer_bytes, representatives
 from d9d_loop.planning.step_record import recorded
 from d9d_pipeline import Inputs
 
@@ -101,9 +101,9 @@ def test_costs_extrapolated_from_few_layers_equal_a_dry_run_of_all_layers(
     trainer = _trainer(inner, tmp_path, None, **mesh)
     plan = trainer.plan_for(Launch(world_size=4, device="cpu"))
     ranks = representatives(plan, 4)
-    whole = dry_run(trainer.plan_for, ranks=ranks, world_size=4, precision="bfloat16")
-    found = short_runs(
-        plan, ranks=ranks, world_size=4, num_microbatches=(1, plan.num_microbatches), precision="bfloat16"
+    whole = dry_run(plan, ranks=ranks, world_size=4, precision="bfloat16")
+    found = dry_run(
+        plan, ranks=ranks, world_size=4, precision="bfloat16", num_microbatches=(1, plan.num_microbatches), kept=4
     )
     for short, run in zip(found, whole, strict=True):
         for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"):
@@ -131,8 +131,8 @@ def test_memory_and_collectives_of_few_microbatches_predict_those_of_all(
     plan = trainer.plan_for(Launch(world_size=4, device="cpu"))
     fewer, few = shown_microbatches(plan)
     assert fewer < few < plan.num_microbatches
-    (whole,) = dry_run(trainer.plan_for, ranks=[0], world_size=4, precision="bfloat16")
-    (short,) = short_runs(plan, ranks=[0], world_size=4, num_microbatches=(fewer, few), precision="bfloat16")
+    (whole,) = dry_run(plan, ranks=[0], world_size=4, precision="bfloat16")
+    (short,) = dry_run(plan, ranks=[0], world_size=4, precision="bfloat16", num_microbatches=(fewer, few), kept=4)
     assert short.activation_bytes == whole.activation_bytes
     assert short.collective_bytes(plan.num_microbatches) == whole.collective_bytes(plan.num_microbatches)
     scaled = {name: size * plan.num_microbatches // few for name, size in short.collective_bytes(few).items()}
@@ -142,7 +142,7 @@ def test_memory_and_collectives_of_few_microbatches_predict_those_of_all(
 def test_a_dry_run_of_one_microbatch_is_the_second_step_of_a_real_job(tmp_path: Any) -> None:
     """The unused parameter has no optimizer state; the peak excludes the state that the first step creates."""
     trainer = _trainer([256] * 3, tmp_path, None, microbatch_size=32)
-    (run,) = dry_run(trainer.plan_for, ranks=[0], world_size=1)
+    (run,) = dry_run(trainer.plan_for(Launch(device="cpu")), ranks=[0], world_size=1)
     records, sizes = {}, {}
 
     with ExitStack() as stack:
