@@ -19,6 +19,17 @@ def test_a_product_has_its_flops_bytes_and_shapes() -> None:
     assert (product.shapes, product.results) == (((4, 8), (8, 2)), ((4, 2),))
 
 
+def test_grouped_products_and_grouped_convolutions_have_their_flops() -> None:
+    with FakeTensorMode(), recorded() as record:
+        rows, weights = torch.zeros(6, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 32, dtype=torch.bfloat16)
+        torch._grouped_mm(rows, weights, offs=torch.zeros(2, dtype=torch.int32))
+        image, kernel = torch.zeros(1, 4, 5, 5), torch.zeros(6, 2, 3, 3, requires_grad=True)
+        torch.conv2d(image, kernel, groups=2).sum().backward()
+    found = {each.name: each.flops for each in record.operations}
+    assert found["_grouped_mm"] == 2 * 6 * 16 * 32
+    assert found["convolution_backward"] == found["convolution"] == 2 * 6 * 9 * 2 * 9
+
+
 def test_the_peak_counts_tensors_that_are_alive_together() -> None:
     with recorded() as record:
         first = torch.zeros(1000)

@@ -23,13 +23,12 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from d9d_dist.context_parallel.attention import Attention, DeclaresCausality, DeclaresWindow
 from d9d_loop.job.backward_walk import walk_backward
 from d9d_loop.job.flop_formula import AttentionFlops, FlopFormula, ImageFlops, pairs_of_patches, sizes_in_patches
-from d9d_loop.model.grouped_flops import grouped_flops
 from d9d_loop.model.known_values import known_values
+from d9d_loop.model.operator_flops import flop_formula
 from d9d_loop.task import Task, to_inputs, with_reference
 from d9d_pipeline import Inputs
 
@@ -126,24 +125,9 @@ class _ProductCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        packet = func.overloadpacket
-        if packet is torch.ops.aten.convolution_backward:
-            flops = _convolution_gradients_flops(*args)
-        elif packet is torch.ops.aten._grouped_mm:
-            flops = grouped_flops(args[0].shape, args[1].shape)
-        elif packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=result))
-        else:
-            return result
-        self.flops[self.part] += 0 if self.recomputes else flops
+        if not self.recomputes and (formula := flop_formula(func.overloadpacket)) is not None:
+            self.flops[self.part] += int(formula(*args, **(kwargs or {}), out_val=result))
         return result
-
-
-def _convolution_gradients_flops(gradient: Tensor, x: Tensor, weight: Tensor, *options: Any) -> int:
-    """Return the FLOPs of the gradients of a convolution; torch's formula does not divide them by the groups."""
-    *_, is_transposed, _, _, needed = options
-    positions = x if is_transposed else gradient
-    return 2 * positions.numel() * weight[0].numel() * sum(needed[:2])
 
 
 def _flops_of_position(head: nn.Module, calls: Sequence[tuple[Tensor, bool]], counter: _ProductCounter) -> float:

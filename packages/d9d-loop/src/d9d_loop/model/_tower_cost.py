@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from d9d_loop.model._block_trace import find_blocks
-from d9d_loop.model.grouped_flops import grouped_flops
 from d9d_loop.model.known_values import known_values
+from d9d_loop.model.operator_flops import grouped_flops
 from d9d_pipeline import Inputs
 
 

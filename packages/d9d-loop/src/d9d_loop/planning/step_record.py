@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from d9d_dist.planned_device import recorded_blocks
 from d9d_dist.split_backward import DeferredWeightGrads
+from d9d_loop.model.operator_flops import flop_formula
 from d9d_loop.planning.collective_log import COLLECTIVE_NAMESPACES, Collective, collective_of, tensors_in
 from d9d_loop.planning.dry_run_mode import values_of
 
@@ -168,7 +168,7 @@ def _kind(func: Any) -> _Kind:
         computes=not func.is_view
         and namespace not in ("c10d", "_c10d_functional", "prim")
         and not name.startswith(("empty", "new_empty", "detach", "alias")),
-        count_flops=flop_registry.get(func.overloadpacket),
+        count_flops=flop_formula(func.overloadpacket),
     )
 
 
