@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 
 from d9d_dist import UserError
 from d9d_loop import DataProvider, Section
-from d9d_loop.data import DocumentStream, PackedSamples, PackedStream, SampleStream, cached_token_file
+from d9d_loop.data import DocumentStream, PackedStream, SampleStream, cached_token_file
 
 _CHANGE = "Change it with --text.folder PATH or --text.pattern PATTERN; of a preset, with --dataset.text.folder PATH."
 _SKIPPED = {"site-packages", "test"}
@@ -64,5 +64,6 @@ class PackedText(DataProvider):
         documents = DocumentStream(self.train, max_length=self.length, seed=seed)
         return PackedStream(documents, row_length=self.length, seed=seed)
 
-    def evaluation(self) -> PackedSamples:
-        return PackedSamples(self.held_out, row_length=self.length)
+    def evaluation(self) -> SampleStream:
+        documents = DocumentStream(self.held_out, max_length=self.length, seed=0, epochs=1)
+        return PackedStream(documents, row_length=self.length, seed=0)

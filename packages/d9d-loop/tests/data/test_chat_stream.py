@@ -12,7 +12,6 @@ from d9d_loop.data import (
     DocumentStream,
     IndexedStream,
     MixtureStream,
-    PackedSamples,
     PackedStream,
     PairStream,
     TokenFile,
@@ -74,7 +73,8 @@ def test_a_token_file_gives_the_same_rows(tmp_path: Path) -> None:
         first, second = _stream().read(one), stored.read(other)
         assert torch.equal(first["tokens"], second["tokens"])
         assert torch.equal(first["mask"], second["mask"])
-    row = PackedSamples(file, row_length=LONGEST)[0]
+    rows = PackedStream(stored, row_length=LONGEST, seed=0)
+    row = rows.read(rows.cursor().take(1)[0])
     assert (row["labels"] == -100).sum() > 50
     with pytest.raises(UserError, match="the token file has loss masks, which TokenWindows would ignore"):
         TokenWindows(file, length=8)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from d9d_loop.data.mixture_stream import MixtureStream as MixtureStream
     from d9d_loop.data.mixture_stream import Phase as Phase
     from d9d_loop.data.mixture_stream import SourceCount as SourceCount
-    from d9d_loop.data.packed_stream import PackedSamples as PackedSamples
     from d9d_loop.data.packed_stream import PackedStream as PackedStream
     from d9d_loop.data.packed_stream import TokenWindows as TokenWindows
     from d9d_loop.data.packed_stream import best_fit_decreasing as best_fit_decreasing

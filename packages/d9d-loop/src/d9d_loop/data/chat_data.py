@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 from d9d_dist.errors import check_choice
 from d9d_loop.data.chat_stream import ChatStream, PairStream
 from d9d_loop.data.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
 from d9d_loop.data.conversation import TooLong
-from d9d_loop.data.data_provider import DataProvider, check_samples
+from d9d_loop.data.data_provider import check_samples
 from d9d_loop.data.indexed_stream import IndexedStream
+from d9d_loop.data.packed_provider import PackedProvider
 from d9d_loop.data.packed_stream import PackedStream
 from d9d_loop.data.sample_files import open_samples
 from d9d_loop.data.sample_stream import Samples, SampleStream
@@ -23,7 +24,7 @@ ChatKind: TypeAlias = Literal["chats", "pairs", "scored_pairs"]
 
 
 @final
-class ChatData(DataProvider):
+class ChatData(PackedProvider):
     """Packed conversations, or preference pairs, from files or from map-style datasets.
 
         ChatData("chats.jsonl", tokenizer="Qwen3-0.6B", row_length=2048)
@@ -45,8 +46,6 @@ class ChatData(DataProvider):
             unknown.
     """
 
-    draws = False  # only the order is random
-
     def __init__(
         self,
         train: Files | Samples,
@@ -61,32 +60,21 @@ class ChatData(DataProvider):
         epochs: int | None = None,
     ) -> None:
         check_choice("kind", kind, ChatKind)
-        self._train = _samples(train, "train")
-        self._held_out = None if held_out is None else _samples(held_out, "held_out")
+        evaluation = None if held_out is None else _samples(held_out, "held_out")
+        super().__init__(_samples(train, "train"), evaluation, shuffle=shuffle, epochs=epochs)
         self._tokenizer = tokenizer if isinstance(tokenizer, ChatTokenizer) else read_chat_tokenizer(tokenizer)
         self._kind, self._row_length, self._window = kind, row_length, window
         self._too_long: TooLong = too_long
-        self._shuffle, self.epochs = shuffle, epochs
 
-    def training(self, *, seed: int) -> SampleStream:
-        """Return packed rows of all epochs."""
-        samples = IndexedStream(self._train, seed=seed, shuffle=self._shuffle, epochs=self.epochs)
-        return self._packed(samples, seed=seed)
-
-    def evaluation(self) -> SampleStream | None:
-        """Return packed rows of one epoch of the held-out data, or `None`."""
-        if self._held_out is None:
-            return None
-        return self._packed(IndexedStream(self._held_out, seed=0, shuffle=False, epochs=1), seed=0)
-
-    def _packed(self, samples: SampleStream, *, seed: int) -> PackedStream:
+    def _rows(self, samples: Samples, *, seed: int, **options: Any) -> SampleStream:
+        stream = IndexedStream(samples, seed=seed, **options)
         length, tokenizer, too_long = self._row_length, self._tokenizer, self._too_long
         chats: SampleStream
         if self._kind == "chats":
-            chats = ChatStream(samples, tokenizer, max_length=length, too_long=too_long)
+            chats = ChatStream(stream, tokenizer, max_length=length, too_long=too_long)
         else:
             scored = self._kind == "scored_pairs"
-            chats = PairStream(samples, tokenizer, max_length=length, too_long=too_long, with_last_token=scored)
+            chats = PairStream(stream, tokenizer, max_length=length, too_long=too_long, with_last_token=scored)
         return PackedStream(chats, row_length=length, window=self._window, seed=seed)
 
 

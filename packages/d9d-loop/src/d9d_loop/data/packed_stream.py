@@ -1,4 +1,4 @@
-"""Packing of documents into rows of equal length with little padding, and map-style datasets of rows of a token file.
+"""Packing of documents into rows of equal length with little padding, and windows of a token file.
 
 L: row length, in positions.
 """
@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data.document import Document, cut, documents_of
+from d9d_loop.data.document import Document, documents_of
 from d9d_loop.data.sample_stream import Entry, SampleStream
 from d9d_loop.data.shuffled_stream import shuffled
 from d9d_loop.data.stored_tokens import TokenDocuments
@@ -192,7 +192,9 @@ class TokenWindows:
 
     def __init__(self, file: TokenDocuments, *, length: int) -> None:
         if file.has_masks:
-            raise UserError("the token file has loss masks, which TokenWindows would ignore; use PackedSamples.")
+            raise UserError(
+                "the token file has loss masks, which TokenWindows would ignore; read it with DocumentStream."
+            )
         if file.num_tokens is None:
             raise UserError(
                 "the format stores each document apart, so there are no windows across documents; expected documents "
@@ -216,43 +218,3 @@ class TokenWindows:
     def contents_digest(self) -> JsonValue:
         """Return the digests of the token file, and the length."""
         return [self._file.contents_digest(), self._length]
-
-
-@final
-class PackedSamples:
-    """Packed rows of all documents of a token file. A sample is a row as in `PackedStream`.
-
-    The constructor reads the length of every document, so it suits files of up to a few million documents.
-
-    Raises:
-        UserError: If `row_length` is below 1, or no document has two tokens.
-    """
-
-    def __init__(self, file: TokenDocuments, *, row_length: int, pad_token: int = 0) -> None:
-        if row_length < 1:
-            raise UserError(f"row_length = {row_length}; expected at least 1.")
-        parts: list[tuple[int, int]] = []
-        for document in range(len(file)):
-            start, stop = file.bounds(document)
-            parts += [(start + first, start + last) for first, last in cut(stop - start, row_length)]
-        if not parts:
-            raise UserError(
-                "no document has two tokens, so there is nothing to predict; check how the documents were written."
-            )
-        rows = best_fit_decreasing([last - first for first, last in parts], row_length)
-        self._rows = [[parts[item] for item in row] for row in rows]
-        self._file, self._row_length, self._pad_token = file, row_length, pad_token
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return pack_row(
-            [self._file.part(first, last + 1) for first, last in self._rows[index]],
-            self._row_length,
-            pad_token=self._pad_token,
-        )
-
-    def contents_digest(self) -> JsonValue:
-        """Return the digests of the token file, and the row length."""
-        return [self._file.contents_digest(), self._row_length, self._pad_token]

@@ -22,7 +22,6 @@ from d9d_loop.data import (
     DataProvider,
     DatasetProvider,
     DocumentStream,
-    PackedSamples,
     PackedStream,
     SampleStream,
     TokenFile,
@@ -36,6 +35,7 @@ from d9d_loop.data import (
 from d9d_loop.data.contents import contents_of, sampled_digest
 from d9d_loop.data.conversation import read_margin, read_pair
 from d9d_loop.data.image_chat import has_media
+from d9d_loop.data.packed_provider import PackedProvider
 from d9d_loop.data.packed_stream import IGNORED_LABEL, shifted
 from d9d_loop.data.sample_files import DataFiles
 from d9d_loop.data.sample_stream import Collate, Samples
@@ -259,28 +259,18 @@ def packed_texts(config: TextJobConfig, note: Note = _logger.info) -> DataProvid
 
 
 @final
-class PackedTexts(DataProvider):
+class PackedTexts(PackedProvider):
     """Documents of token files packed into rows of equal length; longer texts are split without losing tokens."""
-
-    draws = False
 
     def __init__(
         self, config: TextJobConfig, training: TokenDocuments, evaluation: TokenDocuments | None, *, pad: int
     ) -> None:
-        self._training, self._evaluation, self._pad = training, evaluation, pad
-        self._length, self._shuffle, self.epochs = config.dataset.length, config.data.shuffle, config.epochs
+        super().__init__(training, evaluation, shuffle=config.data.shuffle, epochs=config.epochs)
+        self._length, self._pad = config.dataset.length, pad
 
-    def training(self, *, seed: int) -> SampleStream:
-        """Return the packed rows of all epochs."""
-        options: dict[str, Any] = {"seed": seed, "shuffle": self._shuffle, "epochs": self.epochs}
-        documents = DocumentStream(self._training, max_length=self._length, **options)
+    def _rows(self, samples: TokenDocuments, *, seed: int, **options: Any) -> SampleStream:
+        documents = DocumentStream(samples, max_length=self._length, seed=seed, **options)
         return PackedStream(documents, row_length=self._length, seed=seed, pad_token=self._pad)
-
-    def evaluation(self) -> Samples | None:
-        """Return the rows of the held-out texts."""
-        if self._evaluation is None:
-            return None
-        return PackedSamples(self._evaluation, row_length=self._length, pad_token=self._pad)
 
 
 def _text_files(

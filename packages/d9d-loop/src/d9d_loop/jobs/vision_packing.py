@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 from d9d_dist import UserError
-from d9d_loop.data import DataProvider, IndexedStream, PackedStream, SampleStream
+from d9d_loop.data import IndexedStream, PackedStream, SampleStream
 from d9d_loop.data.contents import contents_of, digest_of
+from d9d_loop.data.packed_provider import PackedProvider
 from d9d_loop.data.packed_stream import IGNORED_LABEL
 from d9d_loop.data.sample_stream import Samples
 from d9d_loop.data.token_file_writer import new_folder, write_once
@@ -102,14 +103,12 @@ def _rope_index(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 @final
-class PackedImages(DataProvider):
+class PackedImages(PackedProvider):
     """Conversations with images, packed into rows. Those of length 0 are skipped.
 
     Attributes:
         lengths: Number of tokens of each training sample, and of each held-out sample if there are some.
     """
-
-    draws = False
 
     def __init__(
         self,
@@ -120,27 +119,17 @@ class PackedImages(DataProvider):
         *,
         collate: Any,
     ) -> None:
-        self._training, self._evaluation, self.lengths, self._collate = training, evaluation, lengths, collate
-        self._settings: str = collate.identity()
-        self._row_length, self._shuffle, self.epochs = config.dataset.length, config.data.shuffle, config.epochs
-
-    def training(self, *, seed: int) -> SampleStream:
-        """Return the rows of all epochs."""
-        return self._rows(self._training, self.lengths[0], seed=seed, shuffle=self._shuffle, epochs=self.epochs)
-
-    def evaluation(self) -> SampleStream | None:
-        """Return the rows of the held-out samples."""
-        if self._evaluation is None:
-            return None
-        return self._rows(self._evaluation, self.lengths[1], seed=0, shuffle=False, epochs=1)
+        held_out = None if evaluation is None else (evaluation, lengths[1])
+        super().__init__((training, lengths[0]), held_out, shuffle=config.data.shuffle, epochs=config.epochs)
+        self.lengths, self._collate, self._row_length = lengths, collate, config.dataset.length
 
     def collate(self, samples: list[Any]) -> Any:
         """Collate rows."""
         return self._collate(samples)
 
-    def _rows(self, samples: Samples, lengths: list[int], *, seed: int, **options: Any) -> SampleStream:
-        kept: Any = _Kept(samples, lengths, self._settings)
-        chats = IndexedStream(kept, seed=seed, length=list(filter(None, lengths)).__getitem__, **options)
+    def _rows(self, samples: tuple[Samples, list[int]], *, seed: int, **options: Any) -> SampleStream:
+        kept: Any = _Kept(*samples, self._collate.identity())
+        chats = IndexedStream(kept, seed=seed, length=list(filter(None, samples[1])).__getitem__, **options)
         return PackedStream(chats, row_length=self._row_length, seed=seed, pack=list)
 
 
