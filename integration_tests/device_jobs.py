@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 from unittest import mock
 
@@ -25,7 +25,7 @@ from d9d_dist import DistributedContext, Launch, MeshConfig
 from d9d_dist.testing import RankPool
 from d9d_loop import Trainer, events
 from d9d_loop.data import batch_reader
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.worker_pool import ReadJob
 from d9d_loop.engine.engine import Engine
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.start import Training
@@ -100,13 +100,12 @@ def _flex_as_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: 
 class _NoWorkers:
     """`WorkerPool` that reads each batch in the thread that wants it."""
 
-    reader: SampleReader
+    read: Any
     num_workers: int
-    seed: int
     timeout: float | None
 
     def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
-        return map(self.reader, jobs)
+        return map(partial(self.read, seed=None), jobs)
 
     def close(self) -> None:
         pass

@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import threading
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from vision_cases import (  # ty: ignore[import-not-found] - beside the tests
     vision_config,
 )
 
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
-from d9d_loop.data.worker_pool import WorkerPool
+from d9d_loop.data.batch_reader import read_batch
+from d9d_loop.data.worker_pool import ReadJob, WorkerPool
 from d9d_loop.jobs import NextToken, image_chats
 
 NUM_WORKERS, NUM_BATCHES = 2, 8
@@ -78,7 +79,7 @@ def measure(batch_size: int, side: int, patch_size: int) -> dict[str, float]:
             vision_config(folder / "model", file, folder, dataset=dataset), lambda _: None, in_bytes=True
         )
         stream: Any = _Samples(data.samples)
-        pool = WorkerPool(SampleReader(stream, data.collate), num_workers=NUM_WORKERS, seed=0)
+        pool = WorkerPool(partial(read_batch, stream, data.collate, seed=0), num_workers=NUM_WORKERS)
         small, large = [0], list(range(1, batch_size + 1))
         jobs = (ReadJob(0, each) for each in chain([small] * 2 * NUM_WORKERS, [large] * NUM_BATCHES))
         batches = pool.batches(jobs)

@@ -1,5 +1,5 @@
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from d9d_dist import UserError
 from d9d_loop.data import DataError, IndexedStream
-from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.batch_reader import BatchReader, check_draws_nothing, read_batch, seed_sample
+from d9d_loop.data.worker_pool import ReadJob
+from d9d_loop.isolation import restored_random
 
 
 class _Squares:
@@ -58,11 +60,11 @@ def test_reads_the_batches_in_order_and_ends(num_workers: int) -> None:
 )
 def test_a_sample_that_is_none_is_named(missing: Any, message: str) -> None:
     samples = [{"value": 0}, {"value": 1}, missing, {"value": 3}]
-    reader = SampleReader(IndexedStream(samples, seed=0), default_collate)
+    stream, job = IndexedStream(samples, seed=0), ReadJob(0, [0, 1, 2, 3])
     with pytest.raises(DataError, match=rf"the 4 samples from sample 0 .* could not be collated: .*\. {message}"):
-        reader(ReadJob(0, [0, 1, 2, 3]))
-    kept = SampleReader(IndexedStream(samples, seed=0), lambda each: default_collate([one for one in each if one]))
-    assert missing is not None or len(kept(ReadJob(0, [0, 1, 2, 3]))["value"]) == 3
+        read_batch(stream, default_collate, job)
+    kept = read_batch(stream, lambda each: default_collate([one for one in each if one is not missing]), job)
+    assert len(kept["value"]) == 3
 
 
 def test_reading_batches_does_not_change_the_random_state_of_the_model() -> None:
@@ -102,3 +104,60 @@ def test_draws_of_a_sample_depend_only_on_its_position(size: int, num_workers: i
     assert len({tuple(sample.tolist()) for sample in alone}) == 12
     # The numbers of `collate` are independent of those of its samples.
     assert all(abs(batch[-1][0] - batch[0][0]) > 1e-6 for batch in found)
+
+
+def _draw() -> tuple[float, float, float]:
+    return random.random(), torch.rand(()).item(), float(np.random.rand())  # noqa: S311
+
+
+def test_random_streams_depend_on_seed_and_position_only() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = [_draw() for _ in range(2)]
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    drawn = [_draw()]
+    streams = []
+    for seed, position in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
+        with restored_random():
+            seed_sample(seed, position)
+            streams.append(_draw())
+    assert [*drawn, _draw()] == expected
+    assert streams[0] == streams[-1]
+    for values in zip(*streams[:4], strict=True):
+        assert len(set(values)) == 4
+
+
+def test_a_position_has_the_same_stream_in_any_process() -> None:
+    with restored_random():
+        seed_sample(1, 8)
+        drawn = _draw()
+        torch.manual_seed(3)
+        seed_sample(1, 8)
+        assert _draw() == drawn
+        seed_sample(1, 9)
+        assert _draw() != drawn
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(random.random, "Python"), (np.random.rand, "NumPy"), (lambda: torch.rand(()), "torch")],
+    ids=["python", "numpy", "torch"],
+)
+def test_undeclared_random_draws_are_detected(draw: Callable[[], object], name: str) -> None:
+    check_draws_nothing(lambda: torch.rand((), generator=torch.Generator()))
+    with pytest.raises(
+        UserError, match=f"drew random numbers from {name}; expected none, because the data provider has"
+    ):
+        check_draws_nothing(draw)
+
+
+def test_draws_of_other_threads_are_ignored() -> None:
+    draws = iter([random.random, object])
+
+    def read() -> None:
+        next(draws)()
+
+    check_draws_nothing(read)

@@ -26,8 +26,8 @@ from d9d_loop.data import (
     TokenizedStream,
 )
 from d9d_loop.data.sample_order import SampleOrder
-from d9d_loop.data.sample_reader import ReadJob
 from d9d_loop.data.stream_loader import plan_steps
+from d9d_loop.data.worker_pool import ReadJob
 
 GLOBAL_SIZE = 12
 SHARES = [  # (microbatch size, microbatches, ranks) with the same global size

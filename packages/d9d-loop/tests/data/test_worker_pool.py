@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 
 from d9d_dist import DistributedContext, UserError
 from d9d_loop.data import DataError, IndexedStream
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
-from d9d_loop.data.worker_pool import WorkerPool
+from d9d_loop.data.batch_reader import read_batch
+from d9d_loop.data.worker_pool import Read, ReadJob, WorkerPool
 from d9d_loop.isolation import restored_random
 from d9d_loop.job.garbage import garbage_collection
 from d9d_loop.resilience import StopConfig, StopSignals
@@ -50,16 +51,16 @@ class _Numbers:
         return torch.zeros(3)
 
 
-def _reader(at_13: str = "", collate: Any = list) -> SampleReader:
-    return SampleReader(IndexedStream(_Numbers(at_13), seed=0), collate)
+def _reader(at_13: str = "", collate: Any = list) -> Read:
+    return partial(read_batch, IndexedStream(_Numbers(at_13), seed=0), collate, seed=5)
 
 
 def _jobs(count: int, size: int = 4) -> list[ReadJob]:
     return [ReadJob(start, list(range(start, start + size))) for start in range(0, count * size, size)]
 
 
-def _read(reader: SampleReader, jobs: list[ReadJob], num_workers: int, timeout: float | None = None) -> list[Any]:
-    pool = WorkerPool(reader, num_workers=num_workers, seed=5, timeout=timeout)
+def _read(reader: Read, jobs: list[ReadJob], num_workers: int, timeout: float | None = None) -> list[Any]:
+    pool = WorkerPool(reader, num_workers=num_workers, timeout=timeout)
     try:
         return list(pool.batches(jobs))
     finally:
@@ -71,7 +72,7 @@ def test_workers_read_batches_in_the_order_of_one_process() -> None:
     expected = []
     for job in _jobs(7):
         with restored_random():
-            expected.append(torch.stack(_reader()(job, seed=5)))
+            expected.append(torch.stack(_reader()(job, lambda number: None)))
     for num_workers in (1, 3):
         found = _read(_reader(collate=torch.stack), _jobs(7), num_workers)
         assert torch.equal(torch.stack(found), torch.stack(expected))
@@ -135,7 +136,7 @@ def test_a_collate_function_that_fails_names_the_batch() -> None:
 
 
 def test_a_worker_that_is_killed_while_it_waits_is_found() -> None:
-    pool = WorkerPool(_reader(), num_workers=1, seed=0)
+    pool = WorkerPool(_reader(), num_workers=1)
     batches = pool.batches(_jobs(5))
     next(batches)
     (worker,) = pool._workers
@@ -148,7 +149,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_found() -> None:
 
 def test_workers_end_by_themselves_when_the_pool_is_closed() -> None:
     # A killed worker may leave its last tensor in shared memory, and leaves its temporary folder.
-    pool = WorkerPool(_reader(), num_workers=2, seed=0)
+    pool = WorkerPool(_reader(), num_workers=2)
     next(pool.batches(_jobs(5)))
     pool.close()
     assert [worker.process.exitcode for worker in pool._workers] == [0, 0]
@@ -168,10 +169,10 @@ class _Process:
 
 
 def test_workers_collect_garbage_and_ignore_the_stop_signals_of_a_job(ctx: DistributedContext) -> None:
-    reader = SampleReader(IndexedStream(_Process(), seed=0), list)
+    reader = partial(read_batch, IndexedStream(_Process(), seed=0), list)
     with garbage_collection(5), StopSignals(StopConfig(), ctx) as stop:  # as in a job, which collects at fixed steps
         assert not gc.isenabled()
-        pool = WorkerPool(reader, num_workers=1, seed=0)
+        pool = WorkerPool(reader, num_workers=1)
         batches = pool.batches(_jobs(3))
         assert next(batches) == [(True, True)] * 4
         (worker,) = pool._workers
@@ -192,7 +193,7 @@ def test_data_that_cannot_be_pickled_are_refused(monkeypatch: pytest.MonkeyPatch
     context = torch.multiprocessing.get_context("forkserver")
     monkeypatch.setattr("d9d_loop.data.worker_pool.multiprocessing.get_context", lambda: context)
     with pytest.raises(UserError, match=r"cannot be pickled for worker processes: .* top level of a module"):
-        WorkerPool(_reader(collate=lambda samples: samples), num_workers=1, seed=0)
+        WorkerPool(_reader(collate=lambda samples: samples), num_workers=1)
 
 
 _LARGE_BLOCKS = """

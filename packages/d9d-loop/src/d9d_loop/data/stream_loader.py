@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from d9d_dist import UserError
 from d9d_loop.data.batch_reader import BatchReader
-from d9d_loop.data.sample_reader import ReadJob
 from d9d_loop.data.sample_stream import Collate, Cursor, SampleStream
+from d9d_loop.data.worker_pool import ReadJob
 
 
 @final

@@ -7,12 +7,13 @@ sample at which a worker died.
 
 import ctypes
 import gc
-import pickle  # noqa: TID251 - its errors; a rank sends the reader to its own workers
+import pickle  # noqa: TID251 - its errors; a rank sends the function to its own workers
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -24,8 +25,11 @@ from torch import multiprocessing
 
 from d9d_dist import UserError
 from d9d_loop.data.padding import WORKER_NAME
-from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data_error import DataError
+
+_LONGEST = 120
+"""Length of a shown entry in characters."""
 
 _PATIENCE = 5.0
 """Time limit for a killed worker process to exit, in seconds."""
@@ -38,14 +42,38 @@ _M_MMAP_THRESHOLD, _M_MMAP_MAX, _IS_MMAPPED = -3, -4, 2
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """Batch to read.
+
+    Attributes:
+        position: Position of the first sample in the global order.
+        entries: Entries of the samples, which are consecutive in the global order.
+    """
+
+    position: int
+    entries: list[Entry]
+
+    def describe(self, number: int) -> str:
+        """Describe the sample at index `number` of the batch for error messages."""
+        entry = repr(self.entries[number])
+        entry = entry if len(entry) <= _LONGEST else f"{entry[:_LONGEST]}..."
+        return f"sample {entry} (position {self.position + number} of the global order)"
+
+
+Read = Callable[[ReadJob, Callable[[int], object]], Any]
+"""Function of a job that returns its batch, and calls its second argument with the index of each sample before it."""
+
+
+@final
 class WorkerPool:
     """Worker processes that read batches ahead of use, one batch at a time each. Batches are returned in order.
 
-    The reader is pickled and sent to the workers, unless they are forked; a reader that cannot be pickled raises
+    The function `read` is pickled and sent to the workers, unless they are forked; if it cannot be pickled, this is a
     `UserError`. `timeout` is the time limit for a batch, in seconds.
     """
 
-    def __init__(self, reader: SampleReader, *, num_workers: int, seed: int, timeout: float | None = None) -> None:
+    def __init__(self, read: Read, *, num_workers: int, timeout: float | None = None) -> None:
         assert num_workers > 0
         self._timeout = timeout
         self._workers: list[_Worker] = []
@@ -54,7 +82,7 @@ class WorkerPool:
         self._stopped, self._stop = multiprocessing.get_context().Pipe(duplex=False)
         try:
             for number in range(num_workers):
-                self._workers.append(_Worker(number, reader, seed=seed, stopped=self._stopped))
+                self._workers.append(_Worker(number, read, stopped=self._stopped))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise UserError(
@@ -97,14 +125,14 @@ class WorkerPool:
 class _Worker:
     """Handle of a worker process, for its parent."""
 
-    def __init__(self, number: int, reader: SampleReader, *, seed: int, stopped: Connection) -> None:
+    def __init__(self, number: int, read: Read, *, stopped: Connection) -> None:
         self._number = number
         context = multiprocessing.get_context()
         self.connection, theirs = context.Pipe()
         self._sample = context.RawValue("q", 0)  # index of the sample being read
         self.process: BaseProcess = context.Process(
             target=_work,
-            args=(theirs, stopped, self._sample, reader, seed),
+            args=(theirs, stopped, self._sample, read),
             name=f"{WORKER_NAME}-{number}",
             daemon=True,
         )
@@ -158,7 +186,7 @@ class _Worker:
         return self._job.describe(number)
 
 
-def _work(connection: Connection, stopped: Connection, sample: Any, reader: SampleReader, seed: int) -> None:
+def _work(connection: Connection, stopped: Connection, sample: Any, read: Read) -> None:
     """Read batches until the pool is closed or the parent exits: the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops the workers
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
@@ -178,7 +206,7 @@ def _work(connection: Connection, stopped: Connection, sample: Any, reader: Samp
         except EOFError:
             return
         try:
-            result = reader(job, partial(setattr, sample, "value"), seed=seed)
+            result = read(job, partial(setattr, sample, "value"))
         except Exception as error:  # sent to the parent
             result = _failure(str(error), error.__cause__)
         try:

@@ -20,8 +20,8 @@ from d9d_loop.data.contents import digest_of, identity_of
 from d9d_loop.data.data_provider import as_samples
 from d9d_loop.data.in_fork import read_apart
 from d9d_loop.data.indexed_stream import IndexedStream
-from d9d_loop.data.sample_reader import ReadJob
 from d9d_loop.data.sample_stream import Collate, Samples
+from d9d_loop.data.worker_pool import ReadJob
 from d9d_loop.engine.code_digest import describe_code, source_digests
 from d9d_loop.engine.model_build import build_pipeline
 from d9d_loop.engine.pipeline import Pipeline

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d9d_dist import ContextSplit, UserError
 from d9d_dist.data_parallel.parallelize import refuse_lost_writes
 from d9d_dist.values.late_init import allocate
+from d9d_loop.data.batch_reader import describe_none, seed_sample
 from d9d_loop.data.in_fork import in_fork
 from d9d_loop.data.indexed_stream import held_out_stream
-from d9d_loop.data.sample_reader import describe_none, seed_sample
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.job.flop_measurement import measure_flops
 from d9d_loop.job.in_place import InPlaceCheck
