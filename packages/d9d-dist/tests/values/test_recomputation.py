@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.func import functional_call
 
-from d9d_dist import UserError
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.gradients._local_parameters import compute_locally, distribute_parameters
+from d9d_dist.shards import full_tensor
 from d9d_dist.values.recomputation import recompute
 
 
@@ -362,3 +365,107 @@ def test_a_forward_that_writes_to_parameters_is_an_error(writes: str) -> None:
     message = r"forward replaces or writes to 1\.slow\.weight, .* a recomputed one runs twice.* register buffers"
     with nullcontext() if writes == "no" else pytest.raises(UserError, match=message):
         block(torch.ones(2, 3)).sum().backward()
+
+
+NOISE = np.random.default_rng(0)
+
+
+class _Conditioned(nn.Module):
+    """Blocks that read what their parent sets before each call, or leaves after it."""
+
+    def __init__(self, given: str, *, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.given, self.generator = given, torch.Generator().manual_seed(0)
+        self.block: Any = _ReadsCondition(given)
+        self.double()
+        if recomputes:
+            recompute(self.block)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        self.block.condition = condition
+        self.block.context["condition"] = condition
+        y = self.block(x, self.generator)
+        if self.given == "cleared attribute":
+            self.block.condition = None
+        return y
+
+
+class _ReadsCondition(nn.Module):
+    def __init__(self, given: str) -> None:
+        super().__init__()
+        self.linear, self.given = nn.Linear(3, 3), given
+        self.context: dict[str, Tensor] = {}
+        self.condition: Any = None
+
+    def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        match self.given:
+            case "argument":
+                return x + y * torch.rand(3, generator=generator, dtype=x.dtype)
+            case "global generator":
+                return x + y * NOISE.random()
+            case "entry of a dict":
+                return x + y * self.context["condition"]
+            case _:
+                return x + y * self.condition
+
+
+def _conditioned(given: str, *, recomputes: bool) -> list[Tensor]:
+    """Return gradients after the forwards of two microbatches, as in a pipeline, and their backwards."""
+    model = _Conditioned(given, recomputes=recomputes)
+    x = torch.linspace(-1, 1, 12).double().view(4, 3)
+    conditions = [torch.tensor([0.5, 1.0, -2.0]).double() * scale for scale in (1, 3)]
+    losses = [model(x, each).square().sum() for each in conditions]
+    for loss in losses:
+        loss.backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("given", ["argument", "attribute", "cleared attribute"])
+def test_generators_in_arguments_and_tensors_in_attributes_are_those_of_the_forward(given: str) -> None:
+    found, expected = (_conditioned(given, recomputes=recomputes) for recomputes in (True, False))
+    assert len(expected) == 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("given", ["global generator", "entry of a dict"])
+def test_a_recomputation_with_other_outputs_is_an_error(given: str) -> None:
+    with pytest.raises(UserError, match=r"the recomputation of a _ReadsCondition in backward has other outputs than"):
+        _conditioned(given, recomputes=True)
+
+
+@pytest.mark.parametrize(("number", "is_compared"), [(3, False), (4, True), (5, False), (8, True)])
+def test_outputs_of_later_calls_are_compared_more_rarely(number: int, is_compared: bool) -> None:
+    model = _Conditioned("attribute", recomputes=True)
+    for call in range(1, number + 1):
+        model.block.given = "global generator" if call == number else "attribute"
+        loss = model(torch.ones(1, 3).double(), torch.ones(3).double()).sum()
+        with pytest.raises(UserError) if call == number and is_compared else nullcontext():
+            loss.backward()
+
+
+class _ScaledBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 3), nn.Parameter(torch.full((3,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+def test_a_replicated_block_with_a_parameter_of_its_own() -> None:
+    x, gradients = torch.linspace(-1, 1, 12).view(4, 3), []
+    for is_replicated in (False, True):
+        torch.manual_seed(0)
+        block = _ScaledBlock()
+        with MeshConfig().build() as ctx:
+            if is_replicated:
+                recompute(block)
+                distribute_parameters(block, ctx.mesh_for("flat"), {}, default=Replicate())
+                for module in block.modules():
+                    compute_locally(module)
+            block(x).square().sum().backward()
+            gradients.append([full_tensor(each.grad) for each in block.parameters() if each.grad is not None])
+    assert len(gradients[0]) == 3
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
