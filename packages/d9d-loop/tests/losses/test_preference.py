@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from d9d_dist import ContextSplit, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.losses import PreferenceLoss, RewardLoss
+from d9d_loop.losses.document_sums import sum_per_document
 
 pytestmark = pytest.mark.usefixtures("trl_without_wandb")
 
@@ -108,6 +109,18 @@ def test_smoothing_margin_and_answer_weight_equal_their_formulas() -> None:
     expected = (-0.8 * p.log() - 0.2 * (1 - p).log() + 0.3 * answers).mean()
     loss = PreferenceLoss(beta=0.5, label_smoothing=0.2, target_margin=0.7, answer_weight=0.3)
     assert_close(_mean(loss, rows, policy, reference), expected)
+
+
+def test_a_loss_has_the_collectives_of_four_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of log-ratios, tokens, log-probabilities of chosen answers, and router losses."""
+    rows, sums = packed_rows(), MagicMock(wraps=sum_per_document)
+    monkeypatch.setattr("d9d_loop.losses.preference.sum_per_document", sums)
+    ids, losses = rows.document_ids, torch.ones_like(rows.values())
+    policy = rows.values()
+    PreferenceLoss(answer_weight=0.3, length_normalized=True)(
+        policy, reference_log_probs_BL=policy, mask_BL=rows.mask, document_ids_BL=ids, auxiliary_losses_BL=losses
+    )
+    assert sums.call_count == 4
 
 
 def test_simpo_needs_no_reference() -> None:

@@ -144,9 +144,9 @@ class ChatTokenizer:
             prompt = self._render(conversation, first, answer=True) if first else ""
             weights = enumerate(each.get("weight", 1) for each in conversation.messages)
             excluded = [self._turn(conversation, n, text, []) for n, weight in weights if n >= first and not weight]
-            ids, encoding = self.text_tokenizer.encode_rendered(prompt).ids, self.text_tokenizer.encode_rendered(text)
+            ids, encoding = self.text_tokenizer.encode_offsets(prompt).ids, self.text_tokenizer.encode_offsets(text)
             return _after(ids, encoding, text, excluded)
-        encoding = self.text_tokenizer.encode_rendered(text)
+        encoding = self.text_tokenizer.encode_offsets(text)
         trained = [False] * len(encoding.ids)
         spans: list[Span] = []
         ends = [end.start() - number for number, end in enumerate(re.finditer(BLOCK_END, marked))]
@@ -173,12 +173,14 @@ class ChatTokenizer:
         """Return the tokens of a prompt and its completion as one text with an end token."""
         text = prompt + completion
         text += "" if completion.endswith(self._end) else self._end
-        return _after(self.text_tokenizer.encode(prompt), self.text_tokenizer.encode_with_offsets(text), text)
+        return _after(
+            self.text_tokenizer.encode(prompt), self.text_tokenizer.encode_offsets(text, adds_special=True), text
+        )
 
     def prompt(self, text: str) -> tuple[str, list[int]]:
         """Return the text and the tokens of a user's message, and of the header of its answer."""
         rendered = self._render(Conversation([{"role": "user", "content": text}]), 1, answer=True)
-        return rendered, self.text_tokenizer.encode_rendered(rendered).ids
+        return rendered, self.text_tokenizer.encode_offsets(rendered).ids
 
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation."""

@@ -143,8 +143,11 @@ class TextTokenizer:
             added.pop()
         return encoding.ids[: len(added)]
 
-    def encode_rendered(self, text: str) -> "Encoding":
-        """Return the tokens of a rendered chat, with their characters. The template has written all special tokens.
+    def encode_offsets(self, text: str, *, adds_special: bool = False) -> "Encoding":
+        """Return the tokens of a text, with the characters that each one covers.
+
+        The template of a rendered chat has written all special tokens. With `adds_special`, the tokens are those of
+        `encode`.
 
         Raises:
             UserError: If the tokenizer cannot say which characters a token covers.
@@ -154,15 +157,7 @@ class TextTokenizer:
                 f"{type(self._auto).__name__} has no character offsets; expected a tokenizer with tokenizer.json. "
                 "Convert it with transformers (save_pretrained), or choose another tokenizer."
             )
-        return self._backend.encode(text, add_special_tokens=False)
-
-    def encode_with_offsets(self, text: str) -> "Encoding":
-        """Return the tokens of a text as `encode` does, with the characters that each one covers.
-
-        Raises:
-            UserError: If the tokenizer cannot say which characters a token covers.
-        """
-        return self.encode_rendered(text) if self._backend is None else self._backend.encode(text)
+        return self._backend.encode(text, add_special_tokens=adds_special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""

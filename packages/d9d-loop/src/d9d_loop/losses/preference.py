@@ -84,7 +84,7 @@ class PreferenceLoss:
         """Compute the sum over the pairs of packed rows; its weight is the number of pairs.
 
         Documents 2p and 2p + 1 of a row are the chosen and the rejected answer of pair p, as in `PairStream`. A pair
-        counts if both answers have tokens in the mask. Issues the collectives of at most six calls of
+        counts if both answers have tokens in the mask. Issues the collectives of at most four calls of
         `sum_per_document`.
 
         Args:
@@ -96,23 +96,17 @@ class PreferenceLoss:
                 mask.
             cp: See `sum_per_document`.
         """
-        margins_BP, is_pair_BP = self.margins(
-            log_probs_BL,
-            reference_log_probs_BL=reference_log_probs_BL,
-            mask_BL=mask_BL,
-            document_ids_BL=document_ids_BL,
-            cp=cp,
+        margins_BP, is_pair_BP, lengths_BN = self._compare(
+            log_probs_BL, reference_log_probs_BL, mask_BL, document_ids_BL, cp
         )
         losses_BP = self._losses(margins_BP)
         if self.answer_weight:
             trained_BL = torch.where(mask_BL, log_probs_BL, 0.0)
             chosen_BP, _ = take_pairs(sum_per_document(trained_BL, document_ids_BL, cp=cp))
-            length_BP, _ = take_pairs(_lengths(log_probs_BL, mask_BL, document_ids_BL, cp))
-            losses_BP = losses_BP - self.answer_weight * chosen_BP / length_BP.clamp(min=1.0)
+            losses_BP = losses_BP - self.answer_weight * chosen_BP / take_pairs(lengths_BN)[0].clamp(min=1.0)
         if auxiliary_losses_BL is not None:
             sums_BP = _of_both(sum_per_document(auxiliary_losses_BL * mask_BL, document_ids_BL, cp=cp))
-            lengths_BP = _of_both(_lengths(log_probs_BL, mask_BL, document_ids_BL, cp))
-            losses_BP = losses_BP + sums_BP / lengths_BP.clamp(min=1.0)
+            losses_BP = losses_BP + sums_BP / _of_both(lengths_BN).clamp(min=1.0)
         num_ranks = num_replicas(cp)
         return Loss((losses_BP * is_pair_BP).sum() / num_ranks, weight=is_pair_BP.sum() / num_ranks)
 
@@ -130,17 +124,29 @@ class PreferenceLoss:
         The reward margin that DPO reports is `beta * h`, per token if `length_normalized`; its accuracy is the share of
         pairs with h above 0.
         """
+        margins_BP, is_pair_BP, _ = self._compare(log_probs_BL, reference_log_probs_BL, mask_BL, document_ids_BL, cp)
+        return margins_BP, is_pair_BP
+
+    def _compare(
+        self,
+        log_probs_BL: Tensor,
+        reference_log_probs_BL: Tensor | None,
+        mask_BL: Tensor,
+        document_ids_BL: Tensor,
+        cp: DeviceMesh | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the values of `margins`, and the number of each document's tokens in the mask [B, N]."""
         check_shapes(log_probs_BL, reference_log_probs_BL=reference_log_probs_BL, mask_BL=mask_BL)
         ratios_BL = log_probs_BL if reference_log_probs_BL is None else log_probs_BL - reference_log_probs_BL.detach()
         # torch.where instead of a product, because a log-probability outside the mask may be infinite.
         scores_BN = sum_per_document(torch.where(mask_BL, ratios_BL, 0.0), document_ids_BL, cp=cp)
-        lengths_BN = _lengths(log_probs_BL, mask_BL, document_ids_BL, cp)
+        lengths_BN = sum_per_document(mask_BL.to(log_probs_BL.dtype), document_ids_BL, cp=cp)
         if self.length_normalized:
             scores_BN = scores_BN / lengths_BN.clamp(min=1.0)
         chosen_BP, rejected_BP = take_pairs(scores_BN)
         num_chosen_BP, num_rejected_BP = take_pairs(lengths_BN)
         is_pair_BP = (num_chosen_BP > 0) & (num_rejected_BP > 0)
-        return torch.where(is_pair_BP, chosen_BP - rejected_BP, 0.0), is_pair_BP
+        return torch.where(is_pair_BP, chosen_BP - rejected_BP, 0.0), is_pair_BP, lengths_BN
 
     def _losses(self, margins_BP: Tensor) -> Tensor:
         match self.kind:
@@ -156,11 +162,6 @@ class PreferenceLoss:
 
 
 _NO_POSITION = -(1 << 31)
-
-
-def _lengths(like_BL: Tensor, mask_BL: Tensor, document_ids_BL: Tensor, cp: DeviceMesh | None) -> Tensor:
-    """Return the number of each document's tokens in the mask [B, N]."""
-    return sum_per_document(mask_BL.to(like_BL.dtype), document_ids_BL, cp=cp)
 
 
 def _of_both(values_BN: Tensor) -> Tensor:

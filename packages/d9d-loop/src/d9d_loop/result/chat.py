@@ -190,7 +190,7 @@ def _answer(result: "LoadedResult", turns: list[dict[str, Any]], line: str, opti
         images = [{"type": "image"} for _ in options.image] if is_first else []
         turns.append({"role": "user", "content": [*images, {"type": "text", "text": line}] if images else line})
         text = result.chat.render(turns, add_generation_prompt=True)
-        ids = result.tokenizer.encode_rendered(text).ids
+        ids = result.tokenizer.encode_offsets(text).ids
         if options.image:
             from d9d_loop.data.image_chat import decode_image  # noqa: PLC0415 - an extra
 

@@ -64,7 +64,7 @@ def score_texts(result: "LoadedResult", texts: Iterable[str], *, length: int) ->
 
     loss = num_right = num_tokens = num_bytes = 0.0
     for text in texts:
-        tokens = result.tokenizer.encode_with_offsets(text)
+        tokens = result.tokenizer.encode_offsets(text, adds_special=True)
         if len(tokens.ids) < 2:
             continue
         num_bytes += len(text.encode()) - _bytes_before_labels(text, tokens)

@@ -159,5 +159,5 @@ def _turn_end(tokenizer: TextTokenizer, chat: ChatTemplate) -> list[int]:
         return []
     end, special = text.rpartition(answer)[2], tokenizer.special_ids()
     # An unknown token is special, too, but not in the text.
-    ids = tokenizer.encode_rendered(end).ids
+    ids = tokenizer.encode_offsets(end).ids
     return [token for token in ids if token in special and (tokenizer.token(token) or "") in end][:1]
