@@ -649,6 +649,24 @@ def test_arguments_of_from_pretrained_are_no_entries_of_a_model(entry: str, mess
         TextJobConfig.model_validate({"job": "sft", "model": {"folder": "a", entry: "main"}})
 
 
+def test_an_error_of_a_quantized_base_names_the_keys_of_the_job(folder: Path, tmp_path: Path) -> None:
+    """Layers of GPT-2 are a `Conv1D`."""
+    import transformers
+
+    pytest.importorskip("d9d_peft")
+    base = shutil.copytree(folder / "model", tmp_path / "base")
+    size = transformers.AutoConfig.from_pretrained(base).vocab_size
+    config = transformers.GPT2Config(vocab_size=size, n_embd=64, n_layer=1, n_head=2, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(base)
+    job = _config(folder, tmp_path, "sft", model={"folder": base}, adapter={"base": "nf4"})
+    with pytest.raises(
+        UserError, match=r"^\[adapter\]: .*Conv1D.* narrow adapter.target, or set adapter.base"
+    ) as caught:
+        text_trainer(job).train()
+    assert "inject" not in str(caught.value)
+    assert "quantize_base" not in str(caught.value)
+
+
 @pytest.mark.full
 def test_a_packed_job_with_a_quantized_base_runs_from_its_file_on_one_and_two_ranks(
     folder: Path, tmp_path: Path

@@ -19,7 +19,7 @@ from d9d_dist.errors import shorten
 from d9d_peft._grouped import grouped_product
 from d9d_peft._targets import Target, check_target, is_target
 from d9d_peft.adapter import adapters_of
-from d9d_peft.all_linear import weight_of
+from d9d_peft.all_linear import is_conv1d, weight_of
 from d9d_peft.block_format import BlockFormat, dequantize_blocks, quantize_blocks, quantize_weight
 from d9d_peft.dora import DoraAdapter
 from d9d_state import StateMapper, identity, identity_of, parallel
@@ -94,9 +94,9 @@ def quantize_base(
         weights had before the call.
 
     Raises:
-        UserError: If an argument is invalid, or no layer matches. Also if a matching layer has DoRA or a tied weight,
-            is already quantized or parallelized, or its number of input features is not a multiple of `block_size`. The
-            model is then unchanged.
+        UserError: If an argument is invalid, or no layer matches. Also if a matching layer is a `Conv1D`, has DoRA or a
+            tied weight, is already quantized or parallelized, or its number of input features is not a multiple of
+            `block_size`. The model is then unchanged.
     """
     check_target(target, "quantize_base")
     if block_format not in ("nf4", "int8"):
@@ -111,11 +111,10 @@ def quantize_base(
     if not layers:
         raise UserError(
             f"quantize_base got the target {target!r:.40}, which matches no linear layer or grouped experts with a "
-            "frozen weight. Call inject() first, or widen the target; layers Conv1D, as of GPT-2, need base = dense."
+            "frozen weight. Call inject() first, or widen the target."
         )
-    problems = _problems(model, layers, block_size)
-    if problems:
-        raise UserError(f"quantize_base cannot quantize {shorten(problems)}. Narrow the target.")
+    if problems := _problems(model, layers, block_size):
+        raise UserError(f"cannot quantize {shorten(problems)}. Narrow the target.")
     given, mappers = identity_of(model), []
     for name, layer in layers.items():
         weight = weight_of(layer)
@@ -176,7 +175,7 @@ def _dequantized_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: 
 
 def _is_frozen_layer(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    is_layer = isinstance(module, nn.Linear) or grouped_product(module) is not None
+    is_layer = isinstance(module, nn.Linear) or is_conv1d(module) or grouped_product(module) is not None
     return is_layer and weight is not None and not weight.requires_grad
 
 
@@ -186,6 +185,7 @@ def _problems(model: nn.Module, layers: Mapping[str, nn.Module], block_size: int
     for name, layer in layers.items():
         weight = weight_of(layer)
         reasons = {
+            "is a Conv1D of transformers, with a transposed weight": is_conv1d(layer),
             "has a tied weight": users[id(weight)] > 1,
             "is parallelized": isinstance(weight, DTensor),
             "is already quantized": is_quantized(layer),

@@ -3,8 +3,8 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -72,16 +72,16 @@ class AdaptedModel(ModelProvider):
         changes = self._peft.inject(self._method(), model, is_part=is_part)
         if not is_part:
             self._file_mapper = None if self._base.has_foreign_modules else base_mapper
-            self._check_files(model)
+            with _in_job("set dataset.packing = false, so that the layers are those of the folder"):
+                self._peft.stored_tensor_names(model, self._file_mapper)  # those that `peft` reads
         for module in model.modules():
             if isinstance(module, self._peft.Adapter) and any(each.is_meta for each in module.parameters()):
                 module.to_empty(device=torch.device("cpu"))
                 module.reset_parameters()
         if chosen.base != "dense":
-            quantized = self._peft.quantize_base(
-                model, self._target, block_format=chosen.base, block_size=chosen.block_size
-            )
-            changes = sequential(changes, quantized)
+            options = {"block_format": chosen.base, "block_size": chosen.block_size}
+            with _in_job("set adapter.base = dense"):
+                changes = sequential(changes, self._peft.quantize_base(model, self._target, **options))
         if not is_part:  # names of the whole model are used to read and write files
             self._base_mapper, self._changes = base_mapper, changes
             if chosen.base == "dense" and not self._tied:  # those that `export` merges
@@ -187,16 +187,6 @@ class AdaptedModel(ModelProvider):
                 "merges them."
             )
 
-    def _check_files(self, model: nn.Module) -> None:
-        """Raise `UserError` if files of adapters, which have the names that `peft` reads, cannot hold the adapters."""
-        try:
-            self._peft.stored_tensor_names(model, self._file_mapper)
-        except UserError as error:
-            raise UserError(
-                f"[adapter]: {error} In a job, narrow adapter.target, or set dataset.packing = false, so that the "
-                "layers are those of the folder."
-            ) from None
-
     def _method(self) -> Any:
         chosen, peft = self._adapter, self._peft
         kind = {"lora": peft.LoRA, "dora": peft.DoRA}[chosen.kind]
@@ -205,6 +195,15 @@ class AdaptedModel(ModelProvider):
 
     def _with_adapters(self, base: StateMapper | None) -> StateMapper:
         return self._changes if base is None else sequential(base, self._changes)
+
+
+@contextmanager
+def _in_job(remedy: str) -> Generator[None]:
+    """Add the keys of the job, such as a remedy, to an error of d9d-peft."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"[adapter]: {error} In a job, narrow adapter.target, or {remedy}.") from None
 
 
 def _exactly(names: Collection[str]) -> str:
