@@ -36,3 +36,16 @@ def test_tensors_without_values_do_not_overlap() -> None:
     model = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Linear(3, 3))
     move_to_meta(model)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_expanded_buffers_and_those_of_the_inference_mode_can_be_written() -> None:
+    model = nn.Module()
+    model.register_buffer("expanded", torch.arange(3.0).expand(2, 3))
+    model.register_buffer("channels_last", torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    with torch.inference_mode():
+        model.register_buffer("inference", torch.ones(2))
+    kept = model.get_buffer("channels_last")
+    move_values(model, torch.device("cpu"))
+    assert model.get_buffer("expanded").add_(1).tolist() == [[1, 2, 3], [1, 2, 3]]
+    assert model.get_buffer("inference").add_(1).tolist() == [2, 2]
+    assert model.get_buffer("channels_last") is kept

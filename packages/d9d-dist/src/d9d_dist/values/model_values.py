@@ -80,10 +80,21 @@ def move_to_meta(model: nn.Module) -> None:
 
 
 def move_values(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place. Tensors on `meta` become uninitialized tensors. Tied tensors stay tied."""
-    replace_tensors(
-        model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    """Move a model to a device, in place. Tensors on `meta` become uninitialized tensors. Tied tensors stay tied.
+
+    Expanded views and tensors of the inference mode become copies, which a restore of buffers and a load can write to.
+    """
+    replace_tensors(model, partial(_writable_on, device))
+
+
+def _writable_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device)
+    is_strided = tensor.layout == torch.strided
+    is_expanded = is_strided and any(
+        not by and size > 1 for by, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+    return tensor.to(device, copy=True).contiguous() if is_expanded or tensor.is_inference() else tensor.to(device)
 
 
 def place_values(
