@@ -1,3 +1,7 @@
+import random
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,3 +37,18 @@ def test_modules_that_override_train_leave_the_evaluation_by_it() -> None:
     with evaluation_mode(model):
         pass
     assert merged.is_merged
+
+
+def test_generators_of_modules_have_their_states_again() -> None:
+    model: Any = nn.Sequential(nn.Linear(1, 1))
+    model[0].python = random.Random(0)  # noqa: S311 - no cryptography
+    model[0].numpy, model[0].torch = np.random.default_rng(0), torch.Generator()
+
+    def draw() -> list[float]:
+        layer = model[0]
+        return [layer.python.random(), layer.numpy.random(), float(torch.rand((), generator=layer.torch))]
+
+    with evaluation_mode(model):
+        drawn = draw()
+    assert draw() == drawn
+    assert draw() != drawn

@@ -13,18 +13,22 @@ from d9d_dist.values import seeds
 def evaluation_mode(model: nn.Module) -> Generator[None]:
     """Switch to evaluation mode without gradients; restore modes of modules, buffers and random states on exit.
 
-    A module that overrides `train` gets the call of its mode, as by `model.train()`.
+    Generators in attributes of modules have their states again, too; other attributes keep their values. A module that
+    overrides `train` gets the call of its mode, as by `model.train()`.
     """
     from d9d_dist.values.buffer_values import BufferValues  # noqa: PLC0415 - imports DTensor, which event handlers do not need
 
     modes = [(module, module.training) for module in model.modules()]
     buffers = BufferValues(model)
+    resets = [reset for module, _ in modes for each in vars(module).values() if (reset := seeds.reset_of(each))]
     model.eval()
     try:
         with torch.no_grad(), restored_random(device=True):
             yield
     finally:
         buffers.restore()
+        for reset in resets:
+            reset()
         for module, mode in modes:  # outer modules first: an own `train` also sets the modes of inner ones
             if module.training is not mode:
                 if type(module).train is nn.Module.train:

@@ -1,7 +1,5 @@
 """Activation checkpointing that repeats a forward exactly, while torch's repeats its default random numbers only."""
 
-import random
-import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,7 +19,7 @@ from d9d_dist.shards import local_tensor
 from d9d_dist.values._model_tensors import Slot
 from d9d_dist.values.buffer_values import BufferValues
 from d9d_dist.values.parameter_writes import MarkedParameter, raise_if_written
-from d9d_dist.values.seeds import HostRandom
+from d9d_dist.values.seeds import HostRandom, reset_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
@@ -135,7 +133,7 @@ class _State:
 
     def __init__(self, module: nn.Module, arguments: Any) -> None:
         self._module, self._buffers, self._host = module, BufferValues(module), HostRandom.now()
-        self._arguments = [each for each in pytree.tree_leaves(arguments) if _reset_of(each)]
+        self._arguments = [each for each in pytree.tree_leaves(arguments) if reset_of(each)]
         self._written: list[Slot] = []
         named = module.named_parameters(remove_duplicate=False)
         self._parameters = [MarkedParameter.now(name, each) for name, each in named if not is_lazy(each)]
@@ -144,7 +142,7 @@ class _State:
             for each in module.modules()
         ]
         held_values = (each for _, held in self._attributes for each in held.values())
-        self._generators = [reset for each in (*held_values, *self._arguments) if (reset := _reset_of(each))]
+        self._generators = [reset for each in (*held_values, *self._arguments) if (reset := reset_of(each))]
 
     def end_forward(self) -> None:
         """Drop what a graph must not keep: copies of large buffers that were not written, tensors, other objects."""
@@ -187,15 +185,3 @@ class _State:
 
 def _weak(value: Any) -> Any:
     return _Weak(ref(value)) if isinstance(value, Tensor) else _OTHER
-
-
-def _reset_of(value: Any) -> Callable[[], object] | None:
-    """Return a function that sets a random generator to its current state; None for another value."""
-    numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, torch.Generator) or (numpy and isinstance(value, numpy.random.RandomState)):
-        return partial(value.set_state, value.get_state())
-    if numpy and isinstance(value, numpy.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return None

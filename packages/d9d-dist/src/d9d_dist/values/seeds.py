@@ -3,6 +3,8 @@
 import hashlib
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -64,3 +66,15 @@ class HostRandom(NamedTuple):
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def reset_of(value: Any) -> Callable[[], object] | None:
+    """Return a function that sets a random generator to its current state; None for another value."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, torch.Generator) or (numpy and isinstance(value, numpy.random.RandomState)):
+        return partial(value.set_state, value.get_state())
+    if numpy and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
