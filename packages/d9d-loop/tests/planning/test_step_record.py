@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from d9d_dist.planned_device import each_block, recorded_blocks
 from d9d_loop.planning import recorded
+from d9d_loop.planning.dry_run_mode import DryRunMode
 from d9d_loop.planning.step_record import RepeatMarks
 
 
@@ -20,7 +20,7 @@ def test_a_product_has_its_flops_bytes_and_shapes() -> None:
 
 
 def test_grouped_products_and_grouped_convolutions_have_their_flops() -> None:
-    with FakeTensorMode(), recorded() as record:
+    with DryRunMode(), recorded() as record:
         rows, weights = torch.zeros(6, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 32, dtype=torch.bfloat16)
         torch._grouped_mm(rows, weights, offs=torch.zeros(2, dtype=torch.int32))
         image, kernel = torch.zeros(1, 4, 5, 5), torch.zeros(6, 2, 3, 3, requires_grad=True)
@@ -46,14 +46,14 @@ def test_fake_and_real_tensors_have_the_same_record() -> None:
 
     with recorded() as real:
         run()
-    with FakeTensorMode(), recorded() as fake:
+    with DryRunMode(), recorded() as fake:
         run()
     assert [each.name for each in fake.operations] == [each.name for each in real.operations]
     assert (fake.flops, fake.bytes_moved, fake.peak_bytes) == (real.flops, real.bytes_moved, real.peak_bytes)
 
 
 def test_the_host_reads_finite_numbers_and_unset_flags() -> None:
-    with FakeTensorMode(), recorded():
+    with DryRunMode(), recorded():
         assert torch.zeros(()).item() == 1.0
         assert not torch.zeros((), dtype=torch.bool).item()
         assert torch.zeros(2, 2).tolist() == [[0, 0], [0, 0]]
@@ -66,9 +66,9 @@ def test_a_record_of_one_of_several_equal_blocks_counts_all_of_them() -> None:
             product = torch.ones(block.stop - block.start, 8) @ torch.ones(8, 8)
             total = total + product.sum()
 
-    with FakeTensorMode(), recorded() as short:
+    with DryRunMode(), recorded() as short:
         run()
-    with FakeTensorMode(), recorded() as whole, recorded_blocks(lambda: lambda num_equal: False):
+    with DryRunMode(), recorded() as whole, recorded_blocks(lambda: lambda num_equal: False):
         run()
     assert short.operations == whole.operations
     assert short.peak_bytes == whole.peak_bytes
@@ -85,7 +85,7 @@ def test_a_tensor_has_no_share_of_a_freed_tensor_at_its_address() -> None:
 
 
 def test_a_device_query_is_answered_and_not_recorded() -> None:
-    with FakeTensorMode():
+    with DryRunMode():
         x, y = torch.zeros(2), torch.zeros(2, device="xla:1")
         with recorded() as record:
             devices = [torch.ops.prim.device(x), torch.ops.prim.device(y)]
@@ -97,7 +97,7 @@ def test_equal_chunks_are_one_tensor_with_the_bytes_of_all() -> None:
     whole = torch.zeros(8, 3)
     with recorded() as real:
         torch.cat(torch.chunk(whole, 4, dim=0), dim=1)
-    with FakeTensorMode() as mode, torch.no_grad(), recorded() as fake:
+    with DryRunMode() as mode, torch.no_grad(), recorded() as fake:
         joined = torch.cat(torch.chunk(mode.from_tensor(whole), 4, dim=0), dim=1)
     assert joined.shape == (2, 12)
     assert (fake.bytes_moved, fake.peak_bytes) == (real.bytes_moved, real.peak_bytes)
@@ -110,7 +110,7 @@ def test_only_rows_with_positions_have_a_mask_of_packed_samples(has_positions: b
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
     )
-    with FakeTensorMode(), recorded() as record:
+    with DryRunMode(), recorded() as record:
         model: nn.Module = transformers.LlamaForCausalLM(config)
         ids = torch.zeros(1, 6, dtype=torch.int64)
         model(input_ids=ids, use_cache=False, **({"position_ids": ids.clone()} if has_positions else {}))

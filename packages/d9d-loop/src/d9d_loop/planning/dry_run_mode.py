@@ -1,4 +1,4 @@
-"""Fake tensor mode of dry runs, which keeps values of a batch.
+"""Fake tensor mode of dry runs, which keeps values of a batch, and answers when the host reads other values.
 
 Models with images read values of their inputs: sizes of images, positions and masks. A tensor of `with_values` has
 them, as torch's constants do, and so have results of operations on such tensors alone.
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _CPU = torch.device("cpu")
+_READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+_GET_DEVICE = torch.ops.prim.device.default
 _EXACT = frozenset((torch.int32, torch.int64, torch.bool))
 _RANGES = frozenset((torch.ops.aten.arange, torch.ops.aten.linspace))
 _INDEXED = frozenset(
@@ -32,6 +34,8 @@ def _is_new(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 @final
 class DryRunMode(FakeTensorMode):
     """Fake tensor mode in which tensors with values have results with values.
+
+    The host reads False for an unknown bool, 1.0 for a float, and 0 for an integer.
 
     Attributes:
         wholes: Values of a rank's parts of rows, and those of the whole rows, by the address of the former.
@@ -56,6 +60,10 @@ class DryRunMode(FakeTensorMode):
     ) -> Any:
         """Return the fake result of an operator. The size of a selection depends on the values of its mask."""
         kwargs = kwargs or {}
+        if func is _GET_DEVICE and isinstance(args[0], FakeTensor):  # half of all operators; torch answers slowly
+            return args[0].fake_device
+        if func is _READ_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
         if not self._keeps_values:
             return super().__torch_dispatch__(func, types, args, kwargs)
         packet, aten = func.overloadpacket, torch.ops.aten

@@ -1,7 +1,7 @@
 """Record of a step without values: operators with FLOPs and bytes, collectives, and bytes of live tensors.
 
 `StepRecorder` is a dispatch mode. It works on real and on fake tensors, so the same code records a dry run and a real
-run. Under `FakeTensorMode`, it also returns substitutes when the host reads values, which fake tensors do not have.
+run. Lists that the host reads from fake tensors are zeros; `DryRunMode` answers reads of numbers.
 """
 
 import sys
@@ -28,9 +28,6 @@ from d9d_dist.split_backward import DeferredWeightGrads
 from d9d_loop.model.operator_flops import flop_formula
 from d9d_loop.planning.collective_log import COLLECTIVE_NAMESPACES, Collective, collective_of, tensors_in
 from d9d_loop.planning.dry_run_mode import values_of
-
-_READ_SCALAR = torch.ops.aten._local_scalar_dense.default
-_GET_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +185,7 @@ def _is_recomputed() -> bool:
 
 @final
 class StepRecorder(TorchDispatchMode):
-    """Dispatch mode that fills a `StepRecord`. `FakeTensorMode` is optional; enter it before this mode.
+    """Dispatch mode that fills a `StepRecord`. `DryRunMode` is optional; enter it before this mode.
 
     Attributes:
         record: The recorded step.
@@ -235,8 +232,6 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (answer := _answer(func, args)) is not None:
-            return answer
         result = func(*args, **kwargs)
         kind = _kind(func)
         self._marks.derive(result, args, joins=kind.joins)
@@ -310,42 +305,16 @@ def recorded(marks: RepeatMarks | None = None) -> Generator[StepRecord]:
     marks.recorder = None
 
 
-class _Answers(TorchDispatchMode):
-    """Dispatch mode that returns substitutes when the host reads fake scalars."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        answer = _answer(func, args)
-        return func(*args, **(kwargs or {})) if answer is None else answer
-
-
 @contextmanager
 def answered() -> Generator[None]:
-    """Return substitutes when the host reads fake tensors in the body, as `recorded` does; record nothing."""
+    """Return zeros when the host reads lists of fake tensors in the body, as `recorded` does; record nothing."""
     with (
-        _Answers(),
         _equal_chunks(),
         _answered_lists(),
         _single_samples(),
         recorded_blocks(lambda: lambda num_equal: True),
     ):
         yield
-
-
-def _answer(func: Any, args: Sequence[Any]) -> float | bool | torch.device | None:
-    """Return the answer to a query of a fake tensor; `None` if the operator is not a query.
-
-    The value of a fake scalar is False for a bool, 1.0 for a float, and 0 for an integer. Half of all dispatched
-    operators are autograd's queries of devices, which `FakeTensorMode` answers in the same way, but slowly.
-    """
-    if func is _GET_DEVICE and isinstance(args[0], FakeTensor):
-        return args[0].fake_device
-    if func is _READ_SCALAR and isinstance(args[0], FakeTensor):
-        if (values := values_of(args[0])) is not None:
-            return values.item()
-        return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
-    return None
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:
