@@ -1,9 +1,10 @@
 """Search for the layouts of a decoder on a cluster: legal degrees, microbatches, recomputation and offload, ranked."""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Self, final
+from typing import Self, final
 
 from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_loop.planning.decoder_shape import DecoderShape
@@ -193,40 +194,25 @@ def nearest_layouts(
         space: Space of the job.
         scale: Ratios of the exact memory of `space.base` to the closed form.
     """
-    by_changes: dict[int, list[tuple[PlanLayout, dict[str, Any]]]] = {}
-    for each in _legal_degrees(shape, hardware, space):
-        changes = num_changes(space.base, each)
-        for choice in _choices(each):
-            by_changes.setdefault(changes + _num_changes(space.base, choice), []).append((each, choice))
+    by_changes = defaultdict[int, list[PlanLayout]](list)
+    for each in legal_layouts(shape, hardware, space):
+        by_changes[num_changes(space.base, each)].append(each)
     by_changes.pop(0, None)
     evaluate = Evaluation(shape, hardware, space.schedule)
-    for _, choices in sorted(by_changes.items()):
-        layouts = [replace(each, **choice) for each, choice in choices]
+    for _, layouts in sorted(by_changes.items()):
         memories = ((each, scale.apply(worst_memory(shape, each))) for each in layouts)
         fitting = [evaluate(each, memory) for each, memory in memories if memory.total <= hardware.device.memory_bytes]
         yield from sorted(fitting, key=lambda each: each.seconds)
 
 
 _DEGREES = ("tp", "pp", "cp", "dp", "replicas", "ep", "microbatch_size", "stages_per_rank")
+_CHOICES = ("recompute", "recompute_every", "reduces_each_microbatch", "offload")
 
 
 def num_changes(layout: PlanLayout, other: PlanLayout) -> int:
     """Return the number of settings of a job that differ between two layouts."""
-    return _num_changes(layout, {name: getattr(other, name) for name in (*_DEGREES, *_choices(other)[0])})
-
-
-def _num_changes(layout: PlanLayout, settings: Mapping[str, Any]) -> int:
-    different = {name for name, value in settings.items() if getattr(layout, name) != value}
+    different = {name for name in _DEGREES + _CHOICES if getattr(layout, name) != getattr(other, name)}
     return len(different) - (different >= {"recompute", "recompute_every"})  # one setting
-
-
-def _choices(layout: PlanLayout) -> list[dict[str, Any]]:
-    """Return the combinations of settings that do not change the degrees of a layout."""
-    reduces = (False, True) if layout.num_microbatches > 1 and layout.pp == 1 else (False,)
-    return [
-        {"recompute": kind, "recompute_every": every, "reduces_each_microbatch": each, "offload": offload}
-        for (kind, every), each, offload in product(RECOMPUTE, reduces, (False, True))
-    ]
 
 
 @final
@@ -286,12 +272,13 @@ def legal_layouts(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -
     The ranks of each replica shard the same state as in `space.base`: by default, all of it.
     """
     for each in _legal_degrees(shape, hardware, space):
-        for choice in _choices(each):
-            yield replace(each, **choice)
+        reduces = (False, True) if each.num_microbatches > 1 and each.pp == 1 else (False,)
+        for (kind, every), reduce, offload in product(RECOMPUTE, reduces, (False, True)):
+            yield replace(each, recompute=kind, recompute_every=every, reduces_each_microbatch=reduce, offload=offload)
 
 
 def _legal_degrees(shape: DecoderShape, hardware: Hardware, space: SearchSpace) -> Iterator[PlanLayout]:
-    """Yield a layout for each legal combination of degrees and microbatch size; `_choices` has the other settings."""
+    """Yield a layout for each legal combination of degrees and microbatch size."""
     world_size, global_size = space.world_size, space.global_size
     degrees = [2**power for power in range(world_size.bit_length()) if world_size % 2**power == 0]
     tensor = [
