@@ -94,6 +94,7 @@ def test_the_settings_of_generation_config_are_used(byte_run: Path) -> None:
     """Each of them changes the answers; a model that draws each token from five repeats one."""
     greedy = _sampled(byte_run, {"do_sample": False})
     assert len(set(map(tuple, greedy))) == 1
+    assert _sampled(byte_run, {"do_sample": False, "prompt_lookup_num_tokens": 3}) == greedy  # several tokens at once
     assert _sampled(byte_run, {"do_sample": True, "top_k": 1}) == greedy
     assert _sampled(byte_run, {"top_p": 1e-6, "temperature": 0.5}) == greedy
     assert _sampled(byte_run, {"top_p": 1e-6}) == greedy

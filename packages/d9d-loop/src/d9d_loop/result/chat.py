@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +152,9 @@ class _Streamed:
         self._stops, self._on_tokens, self._is_prompt = stops, on_tokens, True
 
     def put(self, value: "torch.Tensor") -> None:
-        """Add a generated token. The first call passes the prompt, which is ignored."""
-        if not self._is_prompt and (token := int(value)) not in self._stops:
+        """Add generated tokens, several with prompt lookup. The first call passes the prompt, which is ignored."""
+        tokens: list[int] = [] if self._is_prompt else value.flatten().tolist()
+        for token in takewhile(lambda each: each not in self._stops, tokens):
             self.tokens.append(token)
             self._on_tokens(self.tokens)
         self._is_prompt = False
