@@ -12,6 +12,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import GradientsReady, ModelReady, StepDone
 from d9d_loop.data.text_tokens import train_tokenizer
 from d9d_loop.jobs import text_trainer
+from d9d_loop.jobs.text_data import labeled_rows
 from d9d_loop.resilience.bad_steps import BadStepError
 from d9d_metrics import read_metrics
 
@@ -412,6 +413,48 @@ def test_other_classes_than_those_of_a_classifier_are_an_error_or_asked_for(tmp_
     file = labeled(tmp_path / "two.jsonl", ["a", "b"])
     run = train(job_config("classify", named, file, tmp_path / "two"))
     assert _classifier(run / "export").config.label2id == {"b": 0, "a": 1}
+    for entry in ({"label2id": {"a": 0, "b": 1}}, {"num_labels": 3}):
+        with pytest.raises(UserError, match=rf"model\.{next(iter(entry))} = .*; expected .* Set only model\.id2label"):
+            text_trainer(job_config("classify", {**named, **entry}, file, tmp_path))
+    text_trainer(job_config("classify", {**named, "label2id": {"a": 1, "b": 0}}, file, tmp_path))
+
+
+def _problem_of(model: dict[str, Any], file: Path, runs: Path) -> tuple[str, dict[int, str]]:
+    """Train a classifier; return the kind of its export as `transformers` reads it, and the names of its classes."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(train(job_config("classify", model, file, runs)) / "export")
+    assert config.problem_type is not None
+    return config.problem_type, config.id2label
+
+
+@pytest.mark.parametrize(("kind", "size"), [("regression", 1), ("multi_label_classification", 3)])
+def test_an_export_has_the_problem_that_was_trained(kind: str, size: int, tmp_path: Path) -> None:
+    """Otherwise `pipeline` computes no softmax, and another job has an error."""
+    import transformers
+
+    entries: Any = {**QWEN3, "num_labels": size, "problem_type": kind}
+    model = save_folder(tmp_path / "model", transformers.Qwen3Config(**entries), "Qwen3ForSequenceClassification")
+    file = labeled(tmp_path / "l.jsonl", ["a", "b"])
+    with pytest.raises(UserError, match=rf"^\[model\] has problem_type = {kind}, but job = classify trains one class"):
+        text_trainer(job_config("classify", {"folder": model, "num_labels": 2, "problem_type": kind}, file, tmp_path))
+    single = "single_label_classification"
+    assert _problem_of({"folder": model, "num_labels": 2}, file, tmp_path / "new") == (single, {0: "a", 1: "b"})
+    if size == 3:
+        numbers = labeled(tmp_path / "n.jsonl", [0, 2])
+        with pytest.raises(UserError, match=rf"{model} has problem_type = {kind}, .* set model\.problem_type to it"):
+            text_trainer(job_config("classify", {"folder": model}, numbers, tmp_path))
+        kept = _problem_of({"folder": model, "problem_type": single}, numbers, tmp_path / "kept")
+        assert kept == (single, {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"})
+
+
+def test_a_named_class_needs_no_training_sample(tmp_path: Path) -> None:
+    model = _trained_classifier(tmp_path / "model", ["good", "bad", "ugly"])
+    data = {"files": [labeled(tmp_path / "l.jsonl", ["good", "bad"])], "length": 32}
+    data["evaluation_files"] = [labeled(tmp_path / "e.jsonl", ["ugly"])]
+    rows, _ = labeled_rows(job_config("classify", {"folder": model}, tmp_path / "l.jsonl", tmp_path, dataset=data))
+    held_out: Any = rows.evaluation()
+    assert held_out[0]["labels"] == 2
 
 
 @pytest.mark.usefixtures("rehearses")

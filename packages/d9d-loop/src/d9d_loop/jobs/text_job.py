@@ -139,7 +139,7 @@ def _parts(
             task = Classify()
             rows, classes = labeled_rows(config)
             data = lambda: rows  # noqa: E731
-            entries = {**classes.entries(), "pad_token_id": padding_id(config, tokenizer)}
+            entries = {**classes.entries, "pad_token_id": padding_id(config, tokenizer)}
         case "embed":
             pairs = config.embedding or EmbeddingConfig()
             task = Embed(num_pairs=pairs.group, pooling=pairs.pooling, temperature=pairs.temperature)
