@@ -142,14 +142,14 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
 def _check_supports_sequence_sharding(module: nn.Module, num_ranks: int) -> None:
     exchanging = {part for each in module.modules() if isinstance(each, HasContextMesh) for part in each.modules()}
     for name, each in module.named_modules():
-        reason = each.full_sequence_reason if isinstance(each, RequiresFullSequence) else None
+        reason, remedy = each.full_sequence_reason if isinstance(each, RequiresFullSequence) else None, ""
         if reason is None and each not in exchanging and _combines_positions(each):
-            reason = "combines positions"
+            reason, remedy = "combines positions", " Or exchange them, in a module with the attribute context_mesh."
         if reason is not None:
             raise UserError(
                 f"{name or 'the module'}, a {type(each).__name__}, {reason}, but {num_ranks} context-parallel ranks "
-                "shard each sequence; expected one context-parallel rank. Set the degree to 1, shard the model on "
-                "another axis, or exchange positions in a module with the attribute context_mesh."
+                "shard each sequence; expected one context-parallel rank. Set the degree to 1, or shard the model on "
+                f"another axis.{remedy}"
             )
 
 
