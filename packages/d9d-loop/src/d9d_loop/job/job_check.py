@@ -134,9 +134,7 @@ def check_learning_rates(schedule: LrSchedule, steps: int) -> None:
 def check_predictions(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
     """Raise `UserError` if a function of all predictions has no predictions, or cannot gather them."""
     if not evaluates:
-        raise UserError(
-            "got compute_metrics without evaluation data; expected some. Pass evaluation_data, or remove it."
-        )
+        raise UserError("got compute_metrics without evaluation data; expected some. Pass some, or remove it.")
     if find_spec("numpy") is None:
         raise UserError(
             "compute_metrics gets arrays of the package numpy, which is not installed. Install it: "
@@ -146,7 +144,8 @@ def check_predictions(config: TrainerConfig, task: Task, *, evaluates: bool) -> 
     if kind.predictions is Task.predictions:
         raise UserError(
             f"got compute_metrics, but {kind.__name__} has no predictions; expected a method predictions(outputs, "
-            'batch) that returns tensors by name, such as {"logits": outputs, "labels": batch["labels"]}.'
+            'batch) that returns tensors by name, such as {"logits": outputs, "labels": batch["labels"]}. In a file of '
+            "d9d-train, remove compute_metrics or dataset.packing."
         )
     if config.mesh.context_parallel_shard * config.mesh.context_parallel_replicate > 1:
         raise UserError(
