@@ -103,22 +103,22 @@ class _OfParts(_Own):
 
 
 @pytest.mark.parametrize(
-    ("weight", "is_wrong"),
+    ("loss", "is_wrong"),
     [
-        (lambda outputs, batch: len(outputs), True),
-        (lambda outputs, batch: torch.tensor(len(batch["x"])), True),
-        (lambda outputs, batch: 1, True),
-        (lambda outputs, batch: batch["y"].numel(), False),
-        (lambda outputs, batch: outputs.numel(), False),
-        (lambda outputs, batch: batch["mask"].sum(), False),
-        (lambda outputs, batch: len(outputs) / 2 if outputs.shape[1] == 4 else len(outputs), False),
+        (lambda outputs, batch: Loss.sum(outputs.square(), len(outputs)), True),
+        (lambda outputs, batch: Loss.sum(_masked(outputs, batch), torch.tensor(len(batch["x"]))), True),
+        (lambda outputs, batch: Loss.sum(outputs.square(), len(outputs) / 2), False),
+        (lambda outputs, batch: Loss.sum(outputs.square(), batch["y"].numel()), False),
+        (lambda outputs, batch: Loss.sum(_masked(outputs, batch), batch["mask"].sum()), False),
+        (lambda outputs, batch: Loss.mean(F.mse_loss(outputs, batch["y"]), len(outputs)), False),
+        (lambda outputs, batch: Loss(F.mse_loss(outputs, batch["y"]), weight=1), False),
     ],
 )
-def test_weights_of_parts_of_rows_must_add_up(weight: Callable[[Tensor, Batch], float], is_wrong: bool) -> None:
-    mask = torch.zeros(3, 8, 1)
-    mask[:, 3:5] = 1  # also one rank has no label of the second row
-    batch = {"x": torch.rand(3, 8, 4), "y": torch.rand(3, 8, 2), "mask": mask}
-    task = _OfParts(lambda outputs, part: Loss(outputs.square().sum(), weight(outputs, part)))
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_weights_of_parts_of_rows_must_add_up(loss: LossOf, is_wrong: bool, num_rows: int) -> None:
+    mask = torch.zeros(num_rows, 8, 1)
+    mask[:, 3:6] = 1  # one rank has more labels
+    batch = {"x": torch.rand(num_rows, 8, 4), "y": torch.rand(num_rows, 8, 2), "mask": mask}
     splits = [ContextSplit(_Rank(2, rank)) for rank in range(2)]  # ty: ignore[invalid-argument-type]
-    with pytest.raises(UserError, match=r"returned the weight .* for whole rows, and") if is_wrong else nullcontext():
-        check_parts(task, torch.zeros(3, 4, 2, device="meta"), batch, splits)
+    with pytest.raises(UserError, match=r"returned the weight 2 for the part of two") if is_wrong else nullcontext():
+        check_parts(_OfParts(loss), torch.zeros(num_rows, 4, 2, device="meta"), batch, splits)

@@ -7,6 +7,7 @@ the parts of rows on context-parallel ranks must add up to that of the rows.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,43 +52,42 @@ def check_sum(task: Task, outputs: Any, batch: Any, *, has_reference: bool = Fal
 
 
 def check_parts(task: Task, outputs: Any, batch: Any, splits: Sequence[ContextSplit]) -> None:
-    """Raise `UserError` if a task counts whole rows on each context-parallel rank.
+    """Raise `UserError` if a task sums over positions, but counts whole rows on each context-parallel rank.
 
     Args:
         task: Task of the job.
-        outputs: Outputs of the model for the part of the first rank, of which only shapes and dtypes are read.
-        batch: Whole rows on the CPU. Nothing is checked if dim 1 of the outputs is not that of the positions.
+        outputs: Outputs of the model for the part of a rank, of which only shapes and dtypes are read.
+        batch: Whole rows on the CPU. Nothing is checked unless the first dim of all tensors is the number of rows.
         splits: Split of each rank.
     """
-    weights: list[float] = []
+    found: list[tuple[float, float]] = []
     with suppress(Exception), isolated_random("sum check"), torch.no_grad():
-        parts = [task.split_sequence(batch, split) for split in splits]
-        numbers = sum(leaf.numel() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
-        if numbers * len(splits) <= _MAX_NUMBERS:
-            drawn = pytree.tree_map_only(Tensor, lambda x: _random_of(x.shape, x.dtype), outputs)
-            joined = pytree.tree_map_only(
-                Tensor, lambda x: torch.cat([x] * len(splits), 1) if x.dim() > 1 else x, drawn
-            )
-            weights += [
-                float(task.loss(*each).weight) for each in ((joined, batch), *((drawn, part) for part in parts))
-            ]
-    if len(set(weights)) == 1 and weights[0] > 0:
+        rows = pytree.tree_map_only(Tensor, lambda x: torch.cat((x, x))[:2], batch)
+        drawn = pytree.tree_map_only(Tensor, partial(_random_rows, num_parts=len(splits)), outputs)
+        tensors = [leaf for leaf in pytree.tree_leaves((drawn, rows)) if isinstance(leaf, Tensor)]
+        if {len(leaf) for leaf in tensors} == {2} and sum(leaf.numel() for leaf in tensors) <= _MAX_NUMBERS:
+            parts = [(split.split(drawn), task.split_sequence(rows, split)) for split in splits]
+            losses = [task.loss(*each) for each in ((drawn, rows), *parts)]
+            found = [(float(each.total), float(each.weight)) for each in losses]
+    if not found:
+        return
+    (total, _), *of_parts = found
+    is_sum = abs(sum(each for each, _ in of_parts) - total) <= 1e-2 * max(abs(each) for each, _ in found)
+    if is_sum and all(weight == 2.0 for _, weight in of_parts):
         raise UserError(
-            f"{type(task).__name__}.loss returned the weight {weights[0]:g} for whole rows, and for the part of them "
-            f"on each of {len(splits)} context-parallel ranks; expected weights that add up. Count tokens, such as "
+            f"{type(task).__name__}.loss returned the weight 2 for the part of two rows on each of {len(splits)} "
+            "context-parallel ranks, whose totals add up; expected weights that add up, too. Count tokens, such as "
             "values.numel() or mask.sum(), or divide the number of rows by the number of parts, "
             'ctx.size("batch", "cp").'
         )
 
 
-def _random_rows(output: Tensor) -> Tensor:
-    return _random_of((2, *output.shape[1:]), output.dtype)
-
-
-def _random_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    if dtype.is_floating_point:
-        return torch.rand(shape, dtype=torch.float64).to(dtype)
-    return torch.zeros(shape, dtype=dtype)
+def _random_rows(output: Tensor, num_parts: int = 1) -> Tensor:
+    """Return two rows; of several parts of positions, if there are dims of them."""
+    shape = (2, *(size * num_parts if dim == 0 else size for dim, size in enumerate(output.shape[1:])))
+    if output.is_floating_point():
+        return torch.rand(shape, dtype=torch.float64).to(output.dtype)
+    return torch.zeros(shape, dtype=output.dtype)
 
 
 def _is_mean(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float]) -> bool:
