@@ -55,7 +55,7 @@ class Accumulator:
             self.value.add_(value.detach() if isinstance(value, Tensor) and value.requires_grad else value)
             return
         is_tensor = isinstance(value, Tensor)
-        if self.reduction == "count" and not _is_integer(value):
+        if self.reduction == "count" and (value.is_floating_point() if is_tensor else not float(value).is_integer()):
             # NaN converted to int64 would be a large negative number.
             got = f"a tensor of {value.dtype}" if is_tensor else value
             raise UserError(f"a count got {got}; expected integers. Use a sum, or convert the tensor to int64.")
@@ -101,7 +101,3 @@ class Accumulator:
         positions = torch.where(is_new, num_used + is_new.cumsum(0) - 1, length).clamp_(max=length)
         # An extra last element receives the values to drop.
         self.value.copy_(torch.cat([self.value, self.value.new_empty(1)]).scatter_(0, positions, operand)[:length])
-
-
-def _is_integer(value: Tensor | float) -> bool:
-    return not value.is_floating_point() if isinstance(value, Tensor) else float(value).is_integer()

@@ -50,7 +50,8 @@ class MetricCollector(AbstractContextManager["MetricCollector"]):
         assert max_lag >= 1
         self._metrics, self._deliver = dict(metrics), deliver
         self._sync = MetricSync(metrics, over)
-        self._device = _device_of(metrics) if device is None else device
+        devices = (each.value.device for metric in metrics.values() for each in metric.accumulators().values())
+        self._device = next(devices, torch.device("cpu")) if device is None else device
         self._collections: queue.Queue[_Collection | None] = queue.Queue()
         self._free = threading.Semaphore(max_lag)
         self._failure: BaseException | None = None
@@ -147,10 +148,3 @@ class _Collection:
         numbers = read_values({**on_device, **computed})
         known = {name: float(numbers[name] if name in on_device else value) for name, value in self.values.items()}
         return {**known, **numbers}
-
-
-def _device_of(metrics: Mapping[str, Metric]) -> torch.device:
-    for metric in metrics.values():
-        for accumulator in metric.accumulators().values():
-            return accumulator.value.device
-    return torch.device("cpu")

@@ -82,7 +82,9 @@ def _draw_panel(axes: "Axes", curves: Mapping[str, _Curve]) -> None:
     for color, (name, curve) in zip(_COLORS * len(curves), curves.items(), strict=False):
         smoothed = _smoothed(curve)
         main = curve
-        if len(curve.steps) >= _MIN_POINTS_TO_SMOOTH and _is_noisy(curve, smoothed):
+        # A curve is noisy if smoothing removes more than half of its total variation. Schedules are not.
+        is_noisy = _variation(curve.values) > 2 * _variation(smoothed.values)
+        if len(curve.steps) >= _MIN_POINTS_TO_SMOOTH and is_noisy:
             axes.plot(*curve, color=color, alpha=0.22, linewidth=0.8)
             main = smoothed
         marker = "o" if len(curve.steps) < _MAX_MARKED_POINTS else ""
@@ -111,11 +113,6 @@ def _smoothed(curve: _Curve) -> _Curve:
     reaches = [min(index, widest) for index in range(len(curve.values))]
     windows = [curve.values[index - reach : index + reach + 1] for index, reach in enumerate(reaches)]
     return curve._replace(values=[_finite_mean(window) for window in windows])
-
-
-def _is_noisy(curve: _Curve, smoothed: _Curve) -> bool:
-    """Return True if smoothing removes more than half of the curve's total variation. Schedules are not noisy."""
-    return _variation(curve.values) > 2 * _variation(smoothed.values)
 
 
 def _variation(values: Sequence[float]) -> float:

@@ -65,7 +65,7 @@ class StepClock:
         self._pending.append((now - self._since, self._data_wait, self._sections))
         self._since, self._data_wait, self._sections = now, 0.0, []
         finished = []
-        while self._pending and all(map(_is_over, self._pending[0][2])):
+        while self._pending and all(not isinstance(end, torch.Event) or end.query() for _, end in self._pending[0][2]):
             total, data_wait, sections = self._pending.popleft()
             finished.append(StepSeconds(total, data_wait, sum(map(_seconds, sections))))
         return finished
@@ -83,14 +83,9 @@ class StepClock:
         return event
 
 
-def _is_over(section: _Section) -> bool:
-    return not isinstance(section[1], torch.Event) or section[1].query()
-
-
 def _seconds(section: _Section) -> float:
     start, end = section
-    if isinstance(start, torch.Event):
-        assert isinstance(end, torch.Event), "both marks of a section have one type"
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         return start.elapsed_time(end) / 1e3  # from milliseconds
-    assert not isinstance(end, torch.Event), "both marks of a section have one type"
+    assert isinstance(start, float) and isinstance(end, float), "both marks of a section have one type"
     return end - start

@@ -4,11 +4,14 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import JsonValue
+from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_metrics import BackgroundTracker, JsonlTracker, Text, Tracker, read_metrics
@@ -411,6 +414,37 @@ def test_values_from_a_checkpoint_are_in_the_file_once(tmp_path: Path) -> None:
     again.log(4, {"loss": 40.0})
     again.close()
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+def test_an_unsupported_value_is_skipped_and_later_values_are_delivered(spool: Path | None) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    for step, bad in enumerate((None, "a text", "2.5", [1.0], torch.zeros(2), torch.tensor(2.0))):
+        with nullcontext() if isinstance(bad, Tensor) and bad.ndim == 0 else pytest.warns(match="as the value 'best'"):
+            tracker.log(step, {"loss": torch.tensor(3.0), "best": bad})  # ty: ignore[invalid-argument-type]
+    assert len(json.dumps(tracker.state_dict())) > 0
+    tracker.close()
+    logged = [what for name, what in recorder.calls if name == "log"]
+    assert logged == [(step, {"loss": 3.0}) for step in range(5)] + [(5, {"loss": 3.0, "best": 2.0})]
+
+
+def test_a_step_is_an_integer_of_any_library(spool: Path | None) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    tracker.log(torch.tensor(3), {"loss": 1.0})  # ty: ignore[invalid-argument-type]
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        tracker.log(None, {"loss": 1.0})  # ty: ignore[invalid-argument-type]
+    tracker.close()
+    assert recorder.steps == [3]
+
+
+def test_a_configuration_with_values_that_json_lacks_does_not_end_the_tracker(tmp_path: Path) -> None:
+    tracker = BackgroundTracker(lambda: JsonlTracker(tmp_path / "metrics.jsonl"), name="jsonl")
+    tracker.log_config({"data": Path("/data"), "clip": math.inf})  # ty: ignore[invalid-argument-type]
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    config, values = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (config["config"], values["loss"]) == ({"data": "/data", "clip": "inf"}, 1.0)
 
 
 def test_close_without_any_call_opens_nothing(spool: Path | None) -> None:

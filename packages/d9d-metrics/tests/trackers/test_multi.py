@@ -48,6 +48,13 @@ def test_every_call_is_forwarded_to_every_tracker() -> None:
     assert calls == [call for call in once for _ in range(2)]
 
 
+def test_every_tracker_gets_only_supported_values() -> None:
+    calls: list[tuple[str, object]] = []
+    with pytest.warns(match="got a NoneType as the value 'best'; expected a number, Histogram, Text or Image"):
+        MultiTracker([Recorder(calls)]).log(4, {"loss": 1, "best": None})  # ty: ignore[invalid-argument-type]
+    assert calls == [("log", (4, {"loss": 1.0}))]
+
+
 def test_all_other_trackers_are_closed_if_closing_one_fails() -> None:
     first: list[tuple[str, object]] = []
     tracker = MultiTracker([Recorder(first), Recorder([], fails=True)])

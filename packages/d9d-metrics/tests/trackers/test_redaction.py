@@ -1,4 +1,9 @@
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from pydantic import JsonValue
 
 from d9d_metrics.trackers.redaction import redact_command, redact_secrets, redact_text
@@ -55,6 +60,13 @@ def test_values_with_other_names_are_kept(name: str) -> None:
 def test_text_with_the_format_of_a_secret_is_redacted(text: str, shown: str) -> None:
     environment = {"MY_TOKEN": "hunter2-canary", "HOME": "/root", "SHORT_TOKEN": "the"}
     assert redact_secrets({"a": [text]}, environment) == {"a": [shown]}
+
+
+def test_values_that_json_lacks_become_text() -> None:
+    config: dict[str, Any] = {"data": Path("/data"), "dtype": torch.bfloat16, "clip": math.inf, "labels": {0: "a"}}
+    assert redact_secrets(config, {}) == {
+        "data": "/data", "dtype": "torch.bfloat16", "clip": "inf", "labels": {"0": "a"}
+    }  # fmt: skip
 
 
 def test_returns_a_copy() -> None:

@@ -12,14 +12,6 @@ def replace_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def free_path(path: Path, why: str) -> Path:
-    """Return the first of `NAME-WHY-1.SUFFIX`, `NAME-WHY-2.SUFFIX` and so on that does not exist."""
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-{why}-{number}{path.suffix}")).exists():
-        number += 1
-    return aside
-
-
 def make_folder(path: Path) -> None:
     """Create a folder and its missing parents durably."""
     if not path.is_dir():

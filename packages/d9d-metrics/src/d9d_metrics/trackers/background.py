@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from operator import index
 from pathlib import Path
 from typing import Any, final
 
@@ -14,7 +15,7 @@ from d9d_metrics.trackers._outbox import Entry, MemoryOutbox, Outbox
 from d9d_metrics.trackers._spool import Spool
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Tracked
+from d9d_metrics.trackers.values import Tracked, supported
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _CAPACITY = 10_000  # entries
@@ -102,9 +103,9 @@ class BackgroundTracker:
         self._outbox.put(Entry("log_config", data=redact_secrets(config)))
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Queue values without waiting for the tracker; takes a few microseconds."""
+        """Queue supported values without waiting for the tracker; takes a few microseconds."""
         self._start()
-        self._log(Entry("log", step, dict(values)))
+        self._log(Entry("log", index(step), supported(values)))
 
     def flush(self) -> None:
         """Wait up to `flush_seconds` until queued values are durable in the spool, or else in the tracker."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_dist import UserError
 from d9d_dist.durable_files import sync
-from d9d_metrics.trackers._files import free_path, make_folder, open_complete_lines, replace_file
+from d9d_metrics.trackers._files import make_folder, open_complete_lines, replace_file
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.tracker import Tracker
@@ -61,7 +62,10 @@ class JsonlTracker(Tracker):
         """
         lines = list(_parsed(self._path))
         if None in (record for _, record in lines):
-            aside = free_path(self._path, "damaged")
+            names = (
+                self._path.with_name(f"{self._path.stem}-damaged-{number}{self._path.suffix}") for number in count(1)
+            )
+            aside = next(path for path in names if not path.exists())
             replace_file(aside, b"".join(line for line, _ in lines))
             _LOGGER.warning("%s has damaged lines, which are dropped; the whole file is kept as %s", self._path, aside)
         records = [(line, record) for line, record in lines if record is not None]

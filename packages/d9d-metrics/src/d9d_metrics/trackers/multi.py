@@ -7,7 +7,7 @@ from typing import Any, final
 from pydantic import JsonValue
 
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Tracked
+from d9d_metrics.trackers.values import Tracked, supported
 
 
 @final
@@ -29,7 +29,8 @@ class MultiTracker:
             tracker.log_config(config)
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Log the values to every tracker."""
+        """Log the supported values to every tracker."""
+        values = supported(values)
         for tracker in self._trackers:
             tracker.log(step, values)
 

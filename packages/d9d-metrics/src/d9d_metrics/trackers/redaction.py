@@ -1,5 +1,6 @@
 """Redaction of secrets in configurations before they are passed to trackers."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -51,12 +52,13 @@ _NAMED_SECRETS = (
 def redact_secrets(
     config: Mapping[str, JsonValue], environment: Mapping[str, str] | None = None
 ) -> dict[str, JsonValue]:
-    """Return a copy of JSON values in which values that look like secrets are `<redacted>`.
+    """Return a copy of a configuration in which values that look like secrets are `<redacted>`.
 
-    A value is a secret in one of three cases. Its name suggests a secret (`password`, `api_key`, `hubToken`, ...). The
-    value has the format of a secret: a password in a URL, an access token of a known service, a private key. Or an
-    environment variable with a secret's name has the same value; `environment` defaults to this process's environment.
-    Other secrets are not detected, so keep secrets in environment variables.
+    Values that JSON lacks, such as paths, dtypes and NaN, become text. A value is a secret in one of three cases. Its
+    name suggests a secret (`password`, `api_key`, `hubToken`, ...). The value has the format of a secret: a password in
+    a URL, an access token of a known service, a private key. Or an environment variable with a secret's name has the
+    same value; `environment` defaults to this process's environment. Other secrets are not detected, so keep secrets in
+    environment variables.
     """
     variables = os.environ if environment is None else environment
     names = [name for name in variables if _names_secret(name) and name not in _FOLDERS]
@@ -87,18 +89,21 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
 
 def _redacted(value: Any, known: list[str]) -> Any:
     match value:
-        case dict():
+        case Mapping():
             return {
-                name: REDACTED if _names_secret(name) and each not in (None, "") else _redacted(each, known)
+                str(name): REDACTED if _names_secret(str(name)) and each not in (None, "") else _redacted(each, known)
                 for name, each in value.items()
             }
         case list() | tuple():
             return [_redacted(each, known) for each in value]
-        case str():
-            for secret in known:
-                value = value.replace(secret, REDACTED)
-            return _SECRET_TEXT.sub(_hide, value)
-    return value
+        case None | int():
+            return value
+        case float() if math.isfinite(value):
+            return value
+    text = str(value)
+    for secret in known:
+        text = text.replace(secret, REDACTED)
+    return _SECRET_TEXT.sub(_hide, text)
 
 
 def _hide(found: re.Match[str]) -> str:

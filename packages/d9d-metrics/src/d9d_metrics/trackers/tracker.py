@@ -29,7 +29,7 @@ class Tracker(Protocol):
         ...
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Log the resolved configuration of the run, with secrets redacted."""
+        """Log the resolved configuration of the run, with secrets redacted; values that JSON lacks become text."""
         return
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:

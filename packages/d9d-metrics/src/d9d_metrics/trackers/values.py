@@ -3,6 +3,8 @@
 import base64
 import io
 import math
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -81,6 +83,18 @@ class Html:
 Media: TypeAlias = Histogram | Text | Image | Html
 Tracked: TypeAlias = float | Media
 """A value that trackers accept; most are numbers."""
+
+
+def supported(values: Mapping[str, Any]) -> dict[str, Tracked]:
+    """Return the values that trackers support, numbers as floats; warn about others, such as `None` and `str`."""
+    found: dict[str, Tracked] = {}
+    for name, value in values.items():
+        try:
+            found[name] = value if isinstance(value, Media) else value.__float__()  # `float` would parse text
+        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
+            got = f"got a {type(value).__name__} as the value {name!r}; expected a number, Histogram, Text or Image"
+            warnings.warn(f"{got}. It is skipped.", stacklevel=3)  # Python shows a warning once
+    return found
 
 
 def to_json(value: Tracked) -> JsonValue:
