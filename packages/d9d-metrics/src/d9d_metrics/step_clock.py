@@ -87,5 +87,6 @@ def _seconds(section: _Section) -> float:
     start, end = section
     if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         return start.elapsed_time(end) / 1e3  # from milliseconds
-    assert isinstance(start, float) and isinstance(end, float), "both marks of a section have one type"
+    assert isinstance(start, float), "both marks of a section have one type"
+    assert isinstance(end, float), "both marks of a section have one type"
     return end - start
