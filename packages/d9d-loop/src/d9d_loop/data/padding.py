@@ -3,10 +3,8 @@
 B: number of samples, L: padded length.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from multiprocessing import current_process
 from typing import Any, Literal, final
 
 import torch
@@ -17,9 +15,6 @@ from torch.utils.data import default_collate
 
 from d9d_dist import UserError
 from d9d_dist.errors import check_choice
-
-WORKER_NAME = "d9d-data"
-"""Begin of the names of the processes of `WorkerPool`."""
 
 Side = Literal["left", "right"]
 """Side of a sequence on which it is padded."""
@@ -78,39 +73,3 @@ class PaddingCollate:
         num_added = length + -length % self.multiple_of - longest
         sides = (0, num_added) if self.side == "right" else (num_added, 0)
         return F.pad(padded, (*[0, 0] * (padded.dim() - 2), *sides), value=value)
-
-
-def join_batches(parts: list[dict[str, Tensor]], row_values: Mapping[str, float]) -> dict[str, Tensor]:
-    """Join batches along their first dim, and pad the others to equal sizes. Frees the tensors of several `parts`.
-
-    A part may lack a tensor; one of `row_values`, the padding values of tensors [B, L], is then padding. Others are
-    padded with 0. In a worker process, the results are in shared memory: sending them copies nothing.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    joined: dict[str, Tensor] = {}
-    names = dict.fromkeys(name for part in parts for name in part)
-    for part in parts:
-        for name in names.keys() & row_values.keys():
-            part.setdefault(name, torch.full_like(part["input_ids"], row_values[name]))
-    for name in names:
-        found = [part.pop(name) for part in parts if name in part]
-        sizes = [max(each) for each in zip(*(each.shape[1:] for each in found), strict=True)]
-        out = _new_tensor((sum(map(len, found)), *sizes), found[0].dtype)
-        if any(list(each.shape[1:]) != sizes for each in found):
-            out.fill_(row_values.get(name, 0))
-        start = 0
-        while found:
-            part = found.pop(0)
-            out[(slice(start, start + len(part)), *map(slice, part.shape[1:]))] = part
-            start += len(part)
-        joined[name] = out
-    return joined
-
-
-def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a new tensor without values, in a worker process in shared memory."""
-    if not current_process().name.startswith(WORKER_NAME) or not prod(shape):
-        return torch.empty(shape, dtype=dtype)
-    storage = torch.UntypedStorage._new_shared(prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, torch.Size(shape))  # ty: ignore[no-matching-overload]

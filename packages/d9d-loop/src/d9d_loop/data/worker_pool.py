@@ -24,9 +24,11 @@ import torch
 from torch import multiprocessing
 
 from d9d_dist import UserError
-from d9d_loop.data.padding import WORKER_NAME
 from d9d_loop.data.sample_stream import Entry
 from d9d_loop.data_error import DataError
+
+WORKER_NAME = "d9d-data"
+"""Begin of the names of the worker processes."""
 
 _LONGEST = 120
 """Length of a shown entry in characters."""
@@ -62,7 +64,7 @@ class ReadJob:
 
 
 Read = Callable[[ReadJob, Callable[[int], object]], Any]
-"""Function of a job that returns its batch, and calls its second argument with the index of each sample before it."""
+"""Function that reads the batch of a job, and calls its second argument with the index of each sample to read."""
 
 
 @final

@@ -4,10 +4,12 @@ B: samples, L: padded length.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
+from math import prod
+from multiprocessing import current_process
 from typing import Any, final
 
 import torch
@@ -19,7 +21,7 @@ from d9d_loop.data.chat_tokenizer import Span
 from d9d_loop.data.conversation import Conversation
 from d9d_loop.data.image_processor import BYTES_OF_ONE_FRAME, IMAGE_BYTES, pixels_tensor, reads_tensors
 from d9d_loop.data.packed_stream import IGNORED_LABEL
-from d9d_loop.data.padding import join_batches
+from d9d_loop.data.worker_pool import WORKER_NAME
 from d9d_loop.jobs.job_config import TextDataConfig
 from d9d_loop.jobs.text_tasks import PER_TOKEN, POSITIONS, label_positions
 from d9d_loop.jobs.vision_packing import RowPacker
@@ -296,3 +298,39 @@ def _moved(span: Span, replaced: Sequence[dict[str, Any]]) -> Span:
     added = [(each["span"][1], each["new_span"][1] - each["span"][1]) for each in replaced]
     start, stop = (char + max((more for end, more in added if end <= char), default=0) for char in span)
     return start, stop
+
+
+def join_batches(parts: list[dict[str, Tensor]], row_values: Mapping[str, float]) -> dict[str, Tensor]:
+    """Join batches along their first dim, and pad the others to equal sizes. Frees the tensors of several `parts`.
+
+    A part may lack a tensor; one of `row_values`, the padding values of tensors [B, L], is then padding. Others are
+    padded with 0. In a worker process, the results are in shared memory: sending them copies nothing.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Tensor] = {}
+    names = dict.fromkeys(name for part in parts for name in part)
+    for part in parts:
+        for name in names.keys() & row_values.keys():
+            part.setdefault(name, torch.full_like(part["input_ids"], row_values[name]))
+    for name in names:
+        found = [part.pop(name) for part in parts if name in part]
+        sizes = [max(each) for each in zip(*(each.shape[1:] for each in found), strict=True)]
+        out = _new_tensor((sum(map(len, found)), *sizes), found[0].dtype)
+        if any(list(each.shape[1:]) != sizes for each in found):
+            out.fill_(row_values.get(name, 0))
+        start = 0
+        while found:
+            part = found.pop(0)
+            out[(slice(start, start + len(part)), *map(slice, part.shape[1:]))] = part
+            start += len(part)
+        joined[name] = out
+    return joined
+
+
+def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a new tensor without values, in a worker process in shared memory."""
+    if not current_process().name.startswith(WORKER_NAME) or not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    storage = torch.UntypedStorage._new_shared(prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, torch.Size(shape))  # ty: ignore[no-matching-overload]
