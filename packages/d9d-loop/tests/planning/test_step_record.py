@@ -48,8 +48,8 @@ def test_fake_and_real_tensors_have_the_same_record() -> None:
         run()
     with DryRunMode(), recorded() as fake:
         run()
-    assert [each.name for each in fake.operations] == [each.name for each in real.operations]
-    assert (fake.flops, fake.bytes_moved, fake.peak_bytes) == (real.flops, real.bytes_moved, real.peak_bytes)
+    assert fake.operations == real.operations
+    assert fake.peak_bytes == real.peak_bytes
 
 
 def test_the_host_reads_finite_numbers_and_unset_flags() -> None:
@@ -100,7 +100,9 @@ def test_equal_chunks_are_one_tensor_with_the_bytes_of_all() -> None:
     with DryRunMode() as mode, torch.no_grad(), recorded() as fake:
         joined = torch.cat(torch.chunk(mode.from_tensor(whole), 4, dim=0), dim=1)
     assert joined.shape == (2, 12)
-    assert (fake.bytes_moved, fake.peak_bytes) == (real.bytes_moved, real.peak_bytes)
+    moved = [sum(each.num_bytes for each in record.operations) for record in (fake, real)]
+    assert moved[0] == moved[1]
+    assert fake.peak_bytes == real.peak_bytes
 
 
 @pytest.mark.parametrize("has_positions", [False, True])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from d9d_dist import UserError
 from d9d_dist.install_hint import install_hint
 from d9d_loop.planning.job_plan import ClusterPlan, describe
-from d9d_loop.planning.plan_report import report, verdict
+from d9d_loop.planning.plan_report import GIB, MEMORY_PARTS, report, verdict
 from d9d_loop.planning.schedule_time import simulated_step
 from d9d_loop.planning.step_model import PARTS
 from d9d_loop.report.run_report import html_page
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GIB = 2**30
 _COLORS = ("#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999", "#000000")
 
 
@@ -78,9 +77,8 @@ def _encoded(figure: "Figure") -> str:
 
 def _memory(plan: ClusterPlan) -> str:
     figure, axes = _figure(1.2 + 0.5 * len(plan.memory))
-    names = ("parameters", "gradients", "optimizer", "unsharded_gradients", "activations", "reserve")
     left = [0.0] * len(plan.memory)
-    for name, color in zip(names, _COLORS, strict=False):
+    for name, color in zip(MEMORY_PARTS, _COLORS, strict=False):
         sizes = [getattr(each, name) / GIB for each in plan.memory]
         axes.barh([each.name for each in plan.memory], sizes, left=left, label=name, color=color)
         left = [a + b for a, b in zip(left, sizes, strict=True)]

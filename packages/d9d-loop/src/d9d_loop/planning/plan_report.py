@@ -9,6 +9,7 @@ from d9d_loop.planning.job_plan import ClusterPlan, describe, plan_cluster
 from d9d_loop.planning.step_model import PARTS
 
 GIB = 2**30
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "unsharded_gradients", "activations", "reserve")
 
 
 def verdict(plan: ClusterPlan) -> str:
@@ -66,7 +67,7 @@ def warn_if_too_large(trainer: Trainer, *, hardware: str) -> None:
 def _fit_message(plan: ClusterPlan) -> str:
     """Return a message that the job does not fit, with the nearest layout that fits."""
     largest = max(plan.memory, key=lambda each: each.total)
-    parts = ", ".join(f"{name} {getattr(largest, name) / GIB:.1f}" for name in _MEMORY)
+    parts = ", ".join(f"{name} {getattr(largest, name) / GIB:.1f}" for name in MEMORY_PARTS)
     device = plan.hardware.device.memory_bytes / GIB
     return (
         f"the job needs {largest.total / GIB:.1f} GiB on rank {largest.rank} ({largest.name}), but a device of "
@@ -99,12 +100,12 @@ def _nearest_layout(plan: ClusterPlan) -> str:
 def report(plan: ClusterPlan) -> str:
     """Return the summary and the tables: memory, time, sensitivity, collectives, and the search, if any."""
     memory = [
-        (each.name, *(f"{getattr(each, name) / GIB:.2f}" for name in _MEMORY), f"{each.total / GIB:.2f}")
+        (each.name, *(f"{getattr(each, name) / GIB:.2f}" for name in MEMORY_PARTS), f"{each.total / GIB:.2f}")
         for each in plan.memory
     ]
     sections = [
         verdict(plan),
-        "Memory in GiB (exact, except for the reserve)\n" + _table(("rank", *_MEMORY, "total"), memory),
+        "Memory in GiB (exact, except for the reserve)\n" + _table(("rank", *MEMORY_PARTS, "total"), memory),
     ]
     if not isinstance(plan.timing, str):
         sections += _time_sections(plan)
@@ -143,9 +144,6 @@ def _time_sections(plan: ClusterPlan) -> list[str]:
         "Time of a step\n" + _table(("part", "seconds", "share"), time),
         "If it were 10 % faster\n" + _table(("part", "step in s", "gain"), better),
     ]
-
-
-_MEMORY = ("parameters", "gradients", "optimizer", "unsharded_gradients", "activations", "reserve")
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -57,11 +57,8 @@ class StepTime:
     @property
     def limit(self) -> str:
         """Name of the largest part that is not compute, or `compute` if that is more than 80 % of the step."""
-        parts = {
-            name: getattr(self, name)
-            for name in ("recompute", "launch", "tensor", "expert", "context", "bubble", "data", "optimizer")
-        }
-        return "compute" if self.compute > 0.8 * self.total else max(parts, key=lambda name: parts[name])
+        is_compute = self.compute > 0.8 * self.total
+        return "compute" if is_compute else max(PARTS[1:], key=lambda name: getattr(self, name))
 
 
 @final

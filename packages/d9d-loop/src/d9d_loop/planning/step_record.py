@@ -66,16 +66,6 @@ class StepRecord:
     collectives: list[Collective] = field(default_factory=list)
     peak_bytes: int = 0
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of all operators."""
-        return sum(operation.flops for operation in self.operations)
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes that all operators read and write, if every operator reads its inputs from memory."""
-        return sum(operation.num_bytes for operation in self.operations)
-
     def collective_bytes(self) -> Counter[tuple[str, int]]:
         """Return the bytes by name of the collective and group size."""
         totals: Counter[tuple[str, int]] = Counter()
