@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist.values.buffer_values import BufferValues
+from d9d_dist.values.recomputation import recompute
 
 LARGE = 1 << 15  # float32 values of a buffer whose writes are found by its version
 
@@ -137,3 +138,32 @@ def test_a_condition_on_the_device_decides(keeps: bool) -> None:
     assert bool(model.mean.isnan().all()) is keeps, "0 * NaN must not remain"
     assert (model._buffers["lazy"] is None) is not keeps
     assert model.table[0] == (7 if keeps else 0)
+
+
+class _Cached(nn.Module):
+    """Module with a table, and a number that says for what it is valid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.ones(4), persistent=False)
+        self.version = 0
+
+    def forward(self, x: torch.Tensor, version: int) -> torch.Tensor:
+        if version != self.version:
+            self.table, self.version = torch.full((4,), 1.0 + version), version
+        return x * self.table
+
+
+def test_a_cache_is_not_torn_from_the_number_that_describes_it() -> None:
+    module, x = _Cached(), torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        before = BufferValues(module)
+        assert module(x, 1).eq(2).all()
+        before.restore(unless=torch.tensor(False))
+        before.restore()
+    recompute(module)
+    outputs = [module(x.exp(), version) for version in (2, 3)]
+    gradients = [torch.autograd.grad(each.sum(), x)[0] for each in outputs]
+    torch.testing.assert_close(gradients, [3 * torch.ones(4).exp(), 4 * torch.ones(4).exp()])
+    assert module(x, 3).eq(4).all()

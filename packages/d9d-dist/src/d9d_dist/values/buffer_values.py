@@ -6,7 +6,7 @@ or that undoes a part of it, puts the values of all buffers back. Only this modu
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from d9d_dist.values._model_tensors import Slot
 Buffers: TypeAlias = Literal["all", "not saved"]
 """All buffers of a model, or only the non-persistent ones, which checkpoints omit."""
 
+PLAIN = (bool, int, float, str, type(None))
 _LARGE = 1 << 16  # bytes; smaller buffers are copied even if torch has not counted a write, such as one through `.data`
 _NUM_CHECKS = 4  # the first comparisons may precede the first forward
 _CHECKS: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # of large buffers; -1 if one changed uncounted
@@ -29,6 +30,7 @@ class _Kept:
     buffer: Tensor | None
     value: Tensor | None
     version: int
+    plain: dict[str, Any]
 
     def is_current(self, now: Tensor | None) -> bool:
         """Return True if the copy is known to equal the buffer."""
@@ -45,6 +47,10 @@ class _Kept:
         return (local, self.value) if (local.shape, local.dtype) == (self.value.shape, self.value.dtype) else None
 
 
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {key: each for key, each in vars(module).items() if isinstance(each, PLAIN) and key != "training"}
+
+
 def _changes_uncounted(buffer: Tensor, value: Tensor) -> bool:
     """Return True if a large buffer changes by writes that torch does not count. Its first copies are compared."""
     num, local = _CHECKS.get(buffer, 0), local_tensor(buffer)
@@ -57,8 +63,8 @@ def _changes_uncounted(buffer: Tensor, value: Tensor) -> bool:
 class BufferValues:
     """Copies of the buffers of a model, which `restore` puts back into the same tensor objects. No collectives.
 
-    A non-persistent buffer that a forward has replaced by a tensor of another shape or dtype keeps its value: it is a
-    cache, such as a table of rotary positions, whose validity depends on attributes of its module.
+    A non-persistent buffer that a forward has replaced keeps its value if its shape or dtype changed, or numbers, flags
+    or texts in attributes of its module: it is a cache, such as a table of rotary positions, which these describe.
 
     Args:
         model: Model on its device. Buffers of modules that are added later are not copied.
@@ -86,7 +92,7 @@ class BufferValues:
             if last is None or not last.is_current(buffer):
                 local = None if buffer is None else local_tensor(buffer.detach())
                 value = None if local is None else local.to(self._device or local.device, copy=True)
-                self._kept[slot] = _Kept(buffer, value, 0 if local is None else local._version)
+                self._kept[slot] = _Kept(buffer, value, 0 if local is None else local._version, _plain(slot.module))
 
     def end_forward(self) -> list[Slot]:
         """Return the buffers that were written in place since, and drop the copies of large ones that were not."""
@@ -106,9 +112,9 @@ class BufferValues:
         Synchronizes the host only if a forward has replaced a buffer by one of another shape.
         """
         for slot, kept in self._kept.items():
-            now, is_not_saved = slot.get(), slot.name in slot.module._non_persistent_buffers_set
-            pair = kept.pair_with(now)
-            if kept.is_current(now) or (is_not_saved and now is not kept.buffer and pair is None):
+            pair = kept.pair_with(now := slot.get())
+            is_cache = now is not kept.buffer and slot.name in slot.module._non_persistent_buffers_set
+            if kept.is_current(now) or (is_cache and (pair is None or _plain(slot.module) != kept.plain)):
                 continue
             if unless is not None and pair is not None:
                 pair[0].copy_(torch.where(unless, *pair))

@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from d9d_dist.errors import UserError
 from d9d_dist.shards import local_tensor
 from d9d_dist.values._model_tensors import Slot
-from d9d_dist.values.buffer_values import BufferValues
+from d9d_dist.values.buffer_values import PLAIN, BufferValues
 from d9d_dist.values.parameter_writes import MarkedParameter, raise_if_written
 from d9d_dist.values.seeds import HostRandom, reset_of
 
-_PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _OTHER = object()  # the value of an attribute that is left alone
 
@@ -149,7 +148,7 @@ class _State:
         raise_if_written(each.name for each in self._parameters if each.is_written)
         self._written = self._buffers.end_forward()
         for _, held in self._attributes:
-            held.update((key, _weak(value)) for key, value in held.items() if not isinstance(value, _PLAIN))
+            held.update((key, _weak(value)) for key, value in held.items() if not isinstance(value, PLAIN))
 
     @contextmanager
     def restored(self) -> Generator[None]:
@@ -170,7 +169,6 @@ class _State:
             is_of_fsdp = DTensor in map(type, both) and all(isinstance(one, nn.Parameter) for one in both)
             if both[0] is not each and not is_of_fsdp:  # FSDP shards and gathers parameters itself
                 Slot(self._module.get_submodule(owner), key).put(each)
-        self._buffers.restore()
         self._host.restore()
         for reset in self._generators:
             reset()
@@ -181,6 +179,7 @@ class _State:
                 now = value.tensor() if isinstance(value, _Weak) else value
                 if now is not _OTHER and not (now is None and isinstance(value, _Weak)):
                     attributes[key] = now
+        self._buffers.restore()  # after the attributes that describe caches
 
 
 def _weak(value: Any) -> Any:
