@@ -136,6 +136,26 @@ def test_state_outside_of_accumulators_is_an_error(kind: str) -> None:
         metric.update(change)
 
 
+class _HasWorkspace(Metric):
+    not_state = ("workspace",)
+
+    def __init__(self) -> None:
+        self.total, self.workspace = Accumulator("sum"), torch.zeros(2)
+
+    def update(self, x: Tensor) -> None:
+        self.total.update(torch.mul(x, 2, out=self.workspace).sum())
+
+    def compute(self) -> Tensor:
+        return self.total.value
+
+
+def test_a_metric_may_name_attributes_that_are_not_its_state() -> None:
+    metric = _HasWorkspace()
+    for value in range(4):
+        metric.update(torch.full((2,), float(value)))
+    assert metric.compute() == 24
+
+
 SETTINGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "the last batch, for display": (None, lambda last: torch.zeros(3)),
     "a table that is made once": ({}, lambda tables: tables if tables else {"float64": torch.zeros(3)}),

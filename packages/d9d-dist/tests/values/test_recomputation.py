@@ -15,7 +15,7 @@ from torch.func import functional_call
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.gradients._local_parameters import compute_locally, distribute_parameters
 from d9d_dist.shards import full_tensor
-from d9d_dist.values.recomputation import recompute
+from d9d_dist.values.recomputation import _are_close, recompute
 
 
 class _Block(nn.Module):
@@ -469,3 +469,13 @@ def test_a_replicated_block_with_a_parameter_of_its_own() -> None:
             gradients.append([full_tensor(each.grad) for each in block.parameters() if each.grad is not None])
     assert len(gradients[0]) == 3
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.float8_e4m3fn, torch.complex64])
+def test_values_are_close_up_to_sums_in_another_order(dtype: torch.dtype) -> None:
+    values = (torch.linspace(-1, 1, 5000) * (60_000 if dtype == torch.float16 else 100)).to(dtype)
+    assert _are_close(values, values.clone())
+    assert not _are_close(values, (values.float() * 1.5 if dtype != torch.complex64 else values * 1.5).to(dtype))
+    assert not _are_close(values, values[1:])
+    assert _are_close(torch.tensor([torch.nan, torch.inf, 1.0]), torch.tensor([torch.nan, torch.inf, 1.0 + 1e-6]))
+    assert not _are_close(torch.tensor([1, 2]), torch.tensor([1, 3]))

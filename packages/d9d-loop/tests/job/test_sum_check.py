@@ -115,9 +115,12 @@ class _OfParts(_Own):
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_weights_of_parts_of_rows_must_add_up(loss: LossOf, is_wrong: bool, num_rows: int) -> None:
+@pytest.mark.parametrize("has_one_label", [False, True])
+def test_weights_of_parts_of_rows_must_add_up(loss: LossOf, is_wrong: bool, num_rows: int, has_one_label: bool) -> None:
     mask = torch.zeros(num_rows, 8, 1)
-    mask[:, 3:6] = 1  # one rank has more labels
+    mask[:, 3:6] = 1  # the ranks have one and two labels in each row
+    if has_one_label:
+        mask[:, 5] = 0
     batch = {"x": torch.rand(num_rows, 8, 4), "y": torch.rand(num_rows, 8, 2), "mask": mask}
     splits = [ContextSplit(_Rank(2, rank)) for rank in range(2)]  # ty: ignore[invalid-argument-type]
     with pytest.raises(UserError, match=r"returned the weight 2 for the part of two") if is_wrong else nullcontext():

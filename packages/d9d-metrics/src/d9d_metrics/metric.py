@@ -4,9 +4,9 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,7 +36,12 @@ class Metric(ABC):
                 return self.tokens.value / self.sequences.value
 
     `d9d_metrics.sync_metrics` reduces any number of metrics together and returns copies with the reduced state.
+
+    Attributes:
+        not_state: Names of other attributes that `update` may change in each call, such as a workspace or a memo.
     """
+
+    not_state: ClassVar[Collection[str]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make `update` raise `UserError` if it twice changes an attribute that is no accumulator."""
@@ -111,7 +116,7 @@ def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
         if (first := vars(self).get("_changed_first")) == set():
             return update(self, *args, **kwargs)
         kept = copy.copy(vars(self))  # a new tensor must not get the id of an old one
-        before = {name: _state_of(each) for name, each in kept.items()}
+        before = {name: _state_of(each) for name, each in kept.items() if name not in self.not_state}
         result = update(self, *args, **kwargs)
         changed = {
             name for name, each in before.items() if each is not None and _state_of(vars(self).get(name)) != each
@@ -119,7 +124,8 @@ def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
         if both := sorted(changed & (first or set())):
             raise UserError(
                 f"update of {type(self).__name__} changed {', '.join(both)}; expected changes of accumulators only, "
-                'because other state is not reduced, reset or saved. Use an Accumulator("sum").'
+                'because other state is not reduced, reset or saved. Use an Accumulator("sum"), or add the name to the '
+                "class attribute not_state if it is no state."
             )
         vars(self)["_changed_first"] = changed if first is None else set()
         return result

@@ -100,7 +100,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
 
     Replaces the attention function of every `HasAttention` submodule, and sets the mesh of every `HasContextMesh`
     submodule. All other modules must act on single positions; they are not changed. Layers of torch that do not, such
-    as convolutions and recurrent layers, are errors, unless they are in a `HasContextMesh`. Split batches by
+    as convolutions and recurrent layers, are errors, unless they are in a `HasContextMesh`. If a part of the model gets
+    whole rows, such as a tower of images, pass only the rest. Split batches by
     `ContextSplit.split`; for batches without position ids use `ContextSplit.positions`. Ranks compute different tokens
     with equal parameters, so gradients must be summed over this axis too: use `dp_cp_shard` and `cp_replicate` of the
     dense mesh for data parallelism. Call this function before compiling. The mesh has one axis, e.g.
@@ -144,7 +145,11 @@ def _check_supports_sequence_sharding(module: nn.Module, num_ranks: int) -> None
     for name, each in module.named_modules():
         reason, remedy = each.full_sequence_reason if isinstance(each, RequiresFullSequence) else None, ""
         if reason is None and each not in exchanging and _combines_positions(each):
-            reason, remedy = "combines positions", " Or exchange them, in a module with the attribute context_mesh."
+            reason = "combines positions"
+            remedy = (
+                " Or pass only the part of the model that gets parts of rows, such as the decoder behind a tower, or "
+                "exchange positions in a module with the attribute context_mesh."
+            )
         if reason is not None:
             raise UserError(
                 f"{name or 'the module'}, a {type(each).__name__}, {reason}, but {num_ranks} context-parallel ranks "

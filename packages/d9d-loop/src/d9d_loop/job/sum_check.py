@@ -73,7 +73,7 @@ def check_parts(task: Task, outputs: Any, batch: Any, splits: Sequence[ContextSp
         return
     (total, _), *of_parts = found
     is_sum = abs(sum(each for each, _ in of_parts) - total) <= 1e-2 * max(abs(each) for each, _ in found)
-    if is_sum and all(weight == 2.0 for _, weight in of_parts):
+    if is_sum and all(weight == 2.0 for _, weight in found):
         raise UserError(
             f"{type(task).__name__}.loss returned the weight 2 for the part of two rows on each of {len(splits)} "
             "context-parallel ranks, whose totals add up; expected weights that add up, too. Count tokens, such as "
