@@ -14,7 +14,7 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_state import CheckpointStore, Retention, StateError, TensorInfo
-from d9d_state.checkpoint import _commit
+from d9d_state.checkpoint import _commit, _folder
 from d9d_state.checkpoint import newest as newest_module
 from d9d_state.checkpoint._folder import newest_first
 from d9d_state.checkpoint.manifest import with_digest
@@ -437,6 +437,26 @@ def test_load_does_not_repeat_verification_of_newest(tmp_path: Path, monkeypatch
     store.load(info, _tensors(0))
     with pytest.raises(AssertionError, match="digests are computed"):
         store.load(listed, _tensors(0))
+
+
+@pytest.mark.parametrize("moment", ["open_complete", "verify_together"])
+def test_newest_is_the_new_checkpoint_if_a_job_deletes_the_listed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    job = CheckpointStore(tmp_path, keep_last=1)
+    _save(job, 1)
+    module: Any = _folder if moment == "open_complete" else newest_module
+    real = getattr(module, moment)
+
+    def save_first(*args: Any) -> Any:
+        monkeypatch.setattr(module, moment, real)
+        _save(job, 2)
+        return real(*args)
+
+    monkeypatch.setattr(module, moment, save_first)
+    info = CheckpointStore(tmp_path).newest()
+    assert info is not None
+    assert (info.step, info.is_verified) == (2, True)
 
 
 def test_newest_is_none_if_all_are_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,29 +36,30 @@ def newest_first(
     Only checkpoints of the run `only_run`, or of any run, with steps above `above` and up to `up_to` are opened. With
     `refuse_versions`, a checkpoint of another format version raises `VersionError`, instead of being skipped.
     Disk errors are warnings. Other reasons are warnings if `skipped` is given and does not contain them; it collects
-    them, so that each is logged once.
+    them, so that each is logged once. Checkpoints that are saved during the iteration follow.
     """
-    if not folder.is_dir():
-        return
-    paths = [path for path in sorted(folder.iterdir()) if path.name not in (LOCK_NAME, RUN_ID_NAME)]
-    foreign = [path for path in paths if step_of(path.name) < 0]
-    ours = [path for path in paths if max(above, -1) < step_of(path.name) <= up_to]
-    for path in [*foreign, *sorted(ours, key=lambda path: step_of(path.name), reverse=True)]:
-        try:
-            info = open_complete(path)
-            if only_run is not None and info.run_id != only_run:
-                raise StateError(f"it belongs to run {info.run_id}, not to {only_run}.")
-            yield info
-        except UnreadableError:
-            raise
-        except (StateError, VersionError) as reason:
-            if refuse_versions and isinstance(reason, VersionError):
+    seen = {LOCK_NAME, RUN_ID_NAME}
+    # List the folder again after its last entry: a job may have saved a step and deleted the listed ones meanwhile.
+    while paths := [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.name not in seen]:
+        seen |= {path.name for path in paths}
+        foreign = [path for path in sorted(paths) if step_of(path.name) < 0]
+        ours = [path for path in paths if max(above, -1) < step_of(path.name) <= up_to]
+        for path in [*foreign, *sorted(ours, key=lambda path: step_of(path.name), reverse=True)]:
+            try:
+                info = open_complete(path)
+                if only_run is not None and info.run_id != only_run:
+                    raise StateError(f"it belongs to run {info.run_id}, not to {only_run}.")
+                yield info
+            except UnreadableError:
                 raise
-            text = f"skipping {path}: {reason}"
-            is_new = skipped is not None and text not in skipped
-            _LOGGER.log(logging.WARNING if is_new or _is_disk_error(reason) else logging.DEBUG, "%s", text)
-            if skipped is not None:
-                skipped.add(text)
+            except (StateError, VersionError) as reason:
+                if refuse_versions and isinstance(reason, VersionError):
+                    raise
+                text = f"skipping {path}: {reason}"
+                is_new = skipped is not None and text not in skipped
+                _LOGGER.log(logging.WARNING if is_new or _is_disk_error(reason) else logging.DEBUG, "%s", text)
+                if skipped is not None:
+                    skipped.add(text)
 
 
 @final

@@ -128,7 +128,8 @@ class CheckpointStore:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
         with as_state_error(f"{self.root} cannot be read", OSError):
-            return list(newest_first(self.root, only_run=self._run_id.given, skipped=self._skipped))
+            found = newest_first(self.root, only_run=self._run_id.given, skipped=self._skipped)
+            return sorted(found, key=lambda info: -info.step)
 
     def newest(self, ctx: DistributedContext | None = None, *, verify: bool = True) -> CheckpointInfo | None:
         """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
