@@ -444,7 +444,7 @@ LINES = {
     "d9d-moe": 3152,
     "d9d-peft": 2833,
     "d9d-pipeline": 2827,
-    "d9d-state": 8607,
+    "d9d-state": 8600,
 }
 """Budget of source lines of each package. A new feature pays by a simplification."""
 

@@ -112,11 +112,7 @@ def _plain_object(folder: ObjectPath, name: str) -> ObjectPath:
 
 
 def _unreadable(path: AnyPath, error: OSError) -> UserError:
-    advice = (
-        " The folder is incomplete; download or copy it again. A job that saves there deletes old checkpoints."
-        if isinstance(error, FileNotFoundError)
-        else ""
-    )
+    advice = " The folder is incomplete; download or copy it again." if isinstance(error, FileNotFoundError) else ""
     return UserError(f"{path} cannot be read: {error.strerror or error}.{advice}")
 
 

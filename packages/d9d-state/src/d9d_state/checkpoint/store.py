@@ -510,10 +510,7 @@ class CheckpointStore:
         raise UserError(f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step.")
 
     def _of_run(self, *, above: int, up_to: float = math.inf) -> Iterator[CheckpointInfo]:
-        """Iterate over the complete checkpoints of the store's run, newest first.
-
-        For the main process only; accesses the folder only when it is iterated.
-        """
+        """Iterate over the complete checkpoints of the store's run, newest first. Main process only; lazy."""
         yield from newest_first(self.root, only_run=self._run_id.current(), above=above, up_to=up_to)
 
     def _delete_old(self, job: SaveJob) -> None:
