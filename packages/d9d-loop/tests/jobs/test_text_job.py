@@ -1,10 +1,12 @@
 import json
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
 from array import array
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from d9d_loop.data import read_chat_tokenizer, read_conversation, tokenize_chats
 from d9d_loop.jobs import STARTERS, EmbeddingConfig, TextJobConfig, text_trainer, write_starter
 from d9d_loop.jobs.job_config import AdapterConfig, JobKind
 from d9d_loop.jobs.text_data import chat_rows, labeled_rows, packed_texts, text_tokenizer, text_windows
-from d9d_loop.jobs.text_groups import text_groups
+from d9d_loop.jobs.text_groups import _texts, text_groups
 from d9d_loop.jobs.text_job import _PEFT_TASKS
 from d9d_loop.jobs.text_model import auto_class
 from d9d_loop.jobs.text_samples import TextSamples
@@ -754,6 +756,26 @@ def test_samples_without_the_texts_of_an_embedding_are_refused(
     config = _config(folder, tmp_path, "embed", embedding={"group": 2, **embedding})
     with pytest.raises(UserError, match=r"pairs.jsonl, line 1: " + message):
         text_groups(config, config.embedding or EmbeddingConfig())
+
+
+@pytest.mark.parametrize(
+    ("negative", "embedding", "expected"),
+    [
+        ("hard", {"num_negatives": 1}, ["q", "p", "hard"]),
+        (["hard", "easy"], {"num_negatives": 1}, ["q", "p", "hard"]),
+        (["hard"], {"num_negatives": 0}, ["q", "p"]),
+        ("hard", {}, "1 texts in 'negative', but embedding.num_negatives is not set"),
+        (None, {}, "0 texts in 'negative', but embedding.num_negatives is not set"),
+        ([{"text": "hard"}], {"num_negatives": 1}, "negative = [{'text': 'hard'}]; expected a text or a list of texts"),
+        ([None, "hard"], {"num_negatives": 1}, "negative = [None, 'hard']; expected a text or a list of texts"),
+        ({"text": "hard"}, {"num_negatives": 1}, "negative = {'text': 'hard'}; expected a text or a list of texts"),
+    ],
+)
+def test_negatives_are_texts_or_an_error(negative: Any, embedding: dict[str, Any], expected: list[str] | str) -> None:
+    config = EmbeddingConfig.model_validate({"negatives_field": "negative", **embedding})
+    sample = {"query": "q", "positive": "p", "negative": negative}
+    with nullcontext() if isinstance(expected, list) else pytest.raises(UserError, match=re.escape(str(expected))):
+        assert _texts(sample, config) == expected
 
 
 def test_each_pair_is_in_one_group_and_groups_have_equally_many_pairs(folder: Path, tmp_path: Path) -> None:

@@ -201,12 +201,13 @@ class EmbeddingConfig(Section):
     )
     num_negatives: NonNegativeInt | None = Field(
         default=None,
-        description="Number of additional negatives per query, the first ones of `negatives_field`. Required if the "
-        "samples have negatives.",
+        description="Number of negatives per query, the first of `negatives_field`. Required if samples have them.",
     )
     query_field: str = Field(default="query", description="Field with the query.")
     positive_field: str = Field(default="positive", description="Field with the document that matches the query.")
-    negatives_field: str = Field(default="negatives", description="Field with the list of negatives.")
+    negatives_field: str = Field(
+        default="negatives", description="Field with the negatives: a list of texts, or one text."
+    )
 
 
 class PreferenceConfig(Section):

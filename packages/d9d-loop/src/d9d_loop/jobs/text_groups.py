@@ -57,8 +57,7 @@ class _Groups:
         if len(samples) < embedding.group:
             raise UserError(
                 f"embedding.group = {embedding.group}, but there are {len(samples)} samples for training or for "
-                "evaluation; expected at least one whole group of each. Lower embedding.group, or change "
-                "dataset.held_out."
+                "evaluation; expected at least one whole group of each. Lower it, or change dataset.held_out."
             )
 
     def __len__(self) -> int:
@@ -85,16 +84,16 @@ def _texts(sample: Mapping[str, Any], embedding: EmbeddingConfig) -> list[str]:
                 f"a sample has no text {field!r}; it has {', '.join(sample)}. Set embedding.query_field and "
                 "embedding.positive_field."
             )
-    found, count = sample.get(embedding.negatives_field) or [], embedding.num_negatives
-    texts = [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
-    if count is None and texts:
+    field, count = embedding.negatives_field, embedding.num_negatives
+    found = sample.get(field) if count != 0 else None
+    texts = [found] if isinstance(found, str) else found or []
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
         raise UserError(
-            f"a sample has {len(texts)} texts in {embedding.negatives_field!r}, but embedding.num_negatives is not "
-            "set; expected the number to use. Set it; 0 uses none."
+            f"a sample has {field} = {found!r:.60}; expected a text or a list of texts. Correct the sample."
         )
+    found = f"a sample has {len(texts)} texts in {field!r}"
+    if count is None and (texts or field != EmbeddingConfig.model_fields["negatives_field"].default):
+        raise UserError(f"{found}, but embedding.num_negatives is not set; expected the number to use. 0 uses none.")
     if len(texts) < (count or 0):
-        raise UserError(
-            f"a sample has {len(texts)} texts in {embedding.negatives_field!r}; expected at least "
-            f"embedding.num_negatives = {count}. Add texts, or lower embedding.num_negatives."
-        )
+        raise UserError(f"{found}; expected at least embedding.num_negatives = {count}. Add texts, or lower it.")
     return [sample[embedding.query_field], sample[embedding.positive_field], *texts[: count or 0]]
