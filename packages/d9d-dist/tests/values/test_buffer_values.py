@@ -167,3 +167,13 @@ def test_a_cache_is_not_torn_from_the_number_that_describes_it() -> None:
     gradients = [torch.autograd.grad(each.sum(), x)[0] for each in outputs]
     torch.testing.assert_close(gradients, [3 * torch.ones(4).exp(), 4 * torch.ones(4).exp()])
     assert module(x, 3).eq(4).all()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_buffers_of_torchscript_are_restored() -> None:
+    model = torch.jit.script(nn.BatchNorm1d(2))
+    buffers = BufferValues(model)
+    model(torch.randn(4, 2))
+    assert model.num_batches_tracked == 1
+    buffers.restore()
+    assert model.num_batches_tracked == 0

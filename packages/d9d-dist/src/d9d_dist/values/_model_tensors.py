@@ -26,7 +26,8 @@ class Slot(NamedTuple):
 
     def get(self) -> torch.Tensor | None:
         """Return the tensor; `None` if the attribute is None or missing."""
-        return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
+        held = (self.module._parameters, self.module._buffers)  # of TorchScript, they have no `get`
+        return next((each[self.name] for each in held if self.name in each), None)
 
     def put(self, tensor: torch.Tensor) -> None:
         """Replace the tensor, without the checks of `Module.__setattr__`."""

@@ -78,7 +78,7 @@ class BufferValues:
         self._slots = [
             Slot(module, name)
             for module in model.modules()
-            for name in module._buffers
+            for name in module._buffers.keys()  # noqa: SIM118 - TorchScript has no iterator
             if which == "all" or name in module._non_persistent_buffers_set
         ]
         self._kept: dict[Slot, _Kept] = {}
