@@ -25,8 +25,8 @@ import d9d_loop.optimizers._triton_stochastic as stochastic
 import d9d_modules._triton_rms_norm as norm
 import d9d_modules._triton_silu_mul as silu
 import d9d_moe._triton_permute as permute
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.index_rule import IndexRule
-from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 from d9d_modules.triton_jit import threads_per_warp
 
 BF16, FP32 = torch.bfloat16, torch.float32

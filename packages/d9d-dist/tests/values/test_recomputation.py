@@ -479,3 +479,10 @@ def test_values_are_close_up_to_sums_in_another_order(dtype: torch.dtype) -> Non
     assert not _are_close(values, values[1:])
     assert _are_close(torch.tensor([torch.nan, torch.inf, 1.0]), torch.tensor([torch.nan, torch.inf, 1.0 + 1e-6]))
     assert not _are_close(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+def test_outputs_on_meta_are_not_compared() -> None:
+    block = nn.Linear(2, 2, device="meta")
+    recompute(block)
+    block(torch.ones(1, 2, device="meta", requires_grad=True)).sum().backward()
+    assert block.weight.grad is not None

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from d9d_dist.testing import run_tests_interpreted
 from d9d_dist.values.counter_random import random_bits_at
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices
-from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers, draw, round_stochastically
+from d9d_loop.optimizers.stochastic_adamw import draw, round_stochastically
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("accelerator", marks=pytest.mark.gpu)]

@@ -55,11 +55,9 @@ def _checkpointed(
             return eager[0](*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
-    is_compared = next(calls).bit_count() == 1 and all(
-        type(local_tensor(leaf)) in {Tensor, nn.Parameter}  # not fake
-        for leaf in pytree.tree_leaves((args, kwargs))
-        if isinstance(leaf, Tensor)
-    )
+    tensors = [local_tensor(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    have_values = all(type(each) in {Tensor, nn.Parameter} and not each.is_meta for each in tensors)  # not fake
+    is_compared = next(calls).bit_count() == 1 and have_values
     run = _repeatable(module, forward, *contexts(), is_compared=is_compared)
     with set_checkpoint_early_stop(False) if is_compared else nullcontext():  # outputs are needed
         return checkpoint(run, *args, use_reentrant=False, **kwargs)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.index_rule import IndexRule
-from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 
 _BLOCK = 1024
 """Number of elements per Triton program."""

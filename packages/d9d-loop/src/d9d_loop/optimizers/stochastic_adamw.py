@@ -5,7 +5,6 @@ with stochastic rounding, the parameter changes by the right amount on average.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, final
 
@@ -15,33 +14,12 @@ from torch.optim.optimizer import ParamsT
 
 from d9d_dist import UserError, canonical_name, local_tensor, stream_key
 from d9d_dist.values.counter_random import random_bits_at
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, replace_
 from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules
 
 _CHUNK = 1 << 18
 """Number of elements processed at a time without Triton, which limits the memory of temporary tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdamWNumbers:
-    """Scalars of one AdamW step: m and v average the gradients and their squares; `step` counts from 1."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-
-    @property
-    def step_size(self) -> float:
-        """Learning rate divided by the bias correction of m, 1 - beta1^step."""
-        return self.lr / (1.0 - self.beta1**self.step)
-
-    @property
-    def square_correction(self) -> float:
-        """Square root of the bias correction of v, sqrt(1 - beta2^step)."""
-        return (1.0 - self.beta2**self.step) ** 0.5
 
 
 @final
