@@ -68,14 +68,15 @@ REFUSED_UNUSUAL = {
     "averaged model": _WRITES,
     "target network": "forward calls state_dict() of a Linear",
     "own state dict": "forward calls state_dict() of a Linear",
-    "sparse rows": "the gradient of table is sparse",
+    "sparse rows": "the gradient of table, of shape (9, 4), is sparse; expected a dense gradient",
+    "half precision": "trained parameters are float16; expected float32 or bfloat16",
     "frozen in the second step": _WRITES,
     "parameter made in forward": "the first step created, replaced or deleted the parameters gain",
     "layer replaced in forward": "replace",  # of one process, and of several
     "queue in an attribute": "codes: the values differ between ranks",
     "moving average in a number": "mean: the values differ between ranks",
 }
-"""Modules of `UNUSUAL`, `RESEARCH` and `STATEFUL` that are refused, with the error; two of them on one rank, too."""
+"""Modules of `UNUSUAL`, `RESEARCH` and `STATEFUL` that are refused, with the error; some of them on one rank, too."""
 
 COMPILED = {
     "transformer encoder layer": "",
