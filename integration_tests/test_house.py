@@ -437,8 +437,8 @@ def test_the_public_names_of_a_package_are_within_its_budget(package: str) -> No
 
 
 LINES = {
-    "d9d-dist": 9229,
-    "d9d-loop": 40295,
+    "d9d-dist": 9227,
+    "d9d-loop": 40298,
     "d9d-metrics": 3975,
     "d9d-modules": 9356,
     "d9d-moe": 3152,
